@@ -1,0 +1,1 @@
+"""Patching transformers models so that they decode in latent space."""
