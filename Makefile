@@ -1,0 +1,60 @@
+# Everything a checkout needs, from a machine with only Python (3.11 or later) and make.
+#
+#   make demo       convert, patch, verify and time the checkpoint that ships with the package
+#   make test       the quick tests (under 8 minutes on two cores)
+#   make test-all   every test; records the result in benchmarks/results/test_all.md when all is green
+#   make lint       ruff, and notebooks without output
+#   make typecheck  mypy --strict
+#   make typed      the tree of links through which type checkers and editors see the package
+#   make bench      the benchmarks
+#
+# PYTHON=python3.12 chooses the interpreter, VENV=dir the environment, ARGS="-k name -x" is handed to pytest.
+
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+
+BIN := $(VENV)/bin
+TESTS := tests $(addprefix --nbmake ,$(wildcard notebooks/*.ipynb))
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input -c constraints.txt
+
+.PHONY: demo test test-all lint typecheck typed bench
+
+demo: $(VENV)/.runtime
+	$(BIN)/mla-convert demo
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest -m "not slow" $(ARGS) $(TESTS)
+
+test-all: $(VENV)/.dev
+	$(BIN)/python tools/test_all.py $(ARGS) $(TESTS)
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(if $(wildcard notebooks/*.ipynb),$(BIN)/nbstripout --verify $(wildcard notebooks/*.ipynb))
+
+typecheck: $(VENV)/.dev typed
+	cd build/typed && $(abspath $(BIN))/mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache
+
+# mla_convert.kernels and mla_convert.patches are top-level folders; mypy and pyright don't read that mapping.
+typed:
+	rm -rf build/typed
+	mkdir -p build/typed/mla_convert
+	ln -s $(addprefix ../../../,$(wildcard mla_convert/*.py) mla_convert/py.typed kernels patches) build/typed/mla_convert/
+
+bench: $(VENV)/.runtime
+	$(foreach script,$(wildcard benchmarks/*.py),$(BIN)/python $(script) &&) true
+
+# A stamp is written last, so an interrupted installation is done again.
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed, this is %d.%d: use make PYTHON=python3.12 ..." % sys.version_info[:2])'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.runtime: pyproject.toml constraints.txt | $(BIN)/python
+	$(INSTALL) -e .
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
+	$(INSTALL) -e ".[dev]"
+	@touch $@ $(VENV)/.runtime
