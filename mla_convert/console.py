@@ -1,0 +1,193 @@
+"""What every command shares: where words go, how errors end, and when numbers become JSON.
+
+Rich is imported where it is used, so that importing this module stays cheap.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import enum
+import json
+import logging
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mla_convert.errors import MLAConvertError, UsageError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+LOGGER = logging.getLogger("mla_convert")
+
+EXIT_FAULTY_INPUT = 2
+EXIT_INTERRUPTED = 128 + 2  # as a shell reports SIGINT
+EXIT_BROKEN_PIPE = 128 + 13  # as a shell reports SIGPIPE
+
+STANDARD_OUTPUT = "-"
+
+
+class Verbosity(enum.IntEnum):
+    """How much a run says; the values are the package logger's levels."""
+
+    QUIET = logging.ERROR
+    NORMAL = logging.WARNING
+    VERBOSE = logging.DEBUG
+
+    @classmethod
+    def choose(cls, *, quiet: bool, verbose: bool) -> Verbosity:
+        """Raise UsageError when both are asked for."""
+        if quiet and verbose:
+            raise UsageError("--quiet and --verbose were both given; they exclude each other, leave one of them out")
+        return cls.QUIET if quiet else cls.VERBOSE if verbose else cls.NORMAL
+
+
+def error_console() -> Console:
+    """A console on standard error; made anew each time, so that it follows a redirected ``sys.stderr``."""
+    from rich.console import Console
+
+    return Console(stderr=True, highlight=False)
+
+
+def set_up_logging(verbosity: Verbosity) -> None:
+    """Show the package's log on standard error; calling again replaces the handler."""
+    from rich.logging import RichHandler
+
+    for handler in list(LOGGER.handlers):
+        LOGGER.removeHandler(handler)
+    LOGGER.addHandler(RichHandler(console=error_console(), show_path=verbosity == Verbosity.VERBOSE))
+    LOGGER.setLevel(verbosity)
+
+
+@contextlib.contextmanager
+def error_boundary() -> Iterator[None]:
+    """The one place where an error becomes a line on standard error and an exit code.
+
+    Only faults of the input, the call or the system are caught; anything else is a fault of this
+    program and keeps its traceback.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        _fail("interrupted", EXIT_INTERRUPTED)
+    except BrokenPipeError:
+        _silence_standard_output()
+        raise SystemExit(EXIT_BROKEN_PIPE) from None
+    except MLAConvertError as error:
+        LOGGER.debug("where the error was raised", exc_info=error)
+        _fail(str(error), EXIT_FAULTY_INPUT)
+    except OSError as error:
+        LOGGER.debug("where the error was raised", exc_info=error)
+        where = "" if error.filename is None else f"{error.filename}: "
+        _fail(f"{where}{error.strerror or error}", EXIT_FAULTY_INPUT)
+
+
+def _fail(message: str, code: int) -> None:
+    from rich.text import Text
+
+    # Not wrapped: one error stays one line in a log.
+    error_console().print(Text.assemble(("error: ", "bold red"), message), soft_wrap=True)
+    raise SystemExit(code)
+
+
+def _silence_standard_output() -> None:
+    """Give the interpreter somewhere to flush to at exit; the reader of standard output has gone."""
+    with contextlib.suppress(OSError, ValueError):  # standard output may be no real file, as under a test
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+@dataclasses.dataclass(frozen=True)
+class Output:
+    """Where one command's results go: tables for a person, JSON for a program.
+
+    ``json_target`` is a file to be made, ``-`` for standard output, or None. With ``-`` nothing but
+    JSON reaches standard output, and the tables go to standard error.
+    """
+
+    verbosity: Verbosity = Verbosity.NORMAL
+    json_target: str | None = None
+
+    def __post_init__(self) -> None:
+        """Raise UsageError, before any long work, for a JSON file that could not be written."""
+        if self.json_target in (None, STANDARD_OUTPUT):
+            return
+        path = Path(str(self.json_target))
+        if path.exists():
+            raise UsageError(f"--json {path}: it exists already and nothing is overwritten; give another name, or -")
+        if not path.parent.is_dir():
+            raise UsageError(f"--json {path}: there is no folder {path.parent}; make it first, or give another name")
+
+    @property
+    def console(self) -> Console:
+        """The console for tables and remarks; silent with ``--quiet``."""
+        from rich.console import Console
+
+        console = Console(
+            stderr=self.json_target == STANDARD_OUTPUT, quiet=self.verbosity == Verbosity.QUIET, highlight=False
+        )
+        if not console.is_terminal:
+            console.width = 140  # in a file or a pipe nothing is gained by folding rows
+        return console
+
+    def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        """Print a table; the first column is left-aligned, the others, which hold figures, right-aligned."""
+        from rich.table import Table
+
+        table = Table(title=title, title_justify="left")
+        for position, column in enumerate(columns):
+            table.add_column(column, justify="right" if position else "left")
+        for row in rows:
+            table.add_row(*row)
+        self.console.print(table, markup=False)
+
+    def json(self, payload: Mapping[str, Any]) -> None:
+        """Write the command's result where ``--json`` asked for it; without ``--json``, nowhere."""
+        text = json.dumps(plain(payload), indent=2, allow_nan=False) + "\n"
+        if self.json_target == STANDARD_OUTPUT:
+            sys.stdout.write(text)
+            sys.stdout.flush()  # so that a reader that has gone is noticed here
+        elif self.json_target is not None:
+            with open(self.json_target, "x", encoding="utf-8") as file:
+                file.write(text)
+
+    @contextlib.contextmanager
+    def progress(self, description: str) -> Iterator[Callable[[int, int], None]]:
+        """A progress bar on standard error as a function of (done, total); only a terminal shows it."""
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        console = error_console()
+        hidden = self.verbosity == Verbosity.QUIET or not console.is_terminal
+        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+        with Progress(*columns, console=console, disable=hidden, transient=True) as bar:
+            task = bar.add_task(description, total=None)
+            yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def plain(value: Any) -> Any:
+    """The value in JSON's own types: dataclasses become objects, paths and dtypes strings, NaN and infinities null."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [plain(item) for item in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if value is None or isinstance(value, str | int):
+        return value
+    return str(value)
+
+
+def format_bytes(count: int) -> str:
+    """A byte count in decimal units with three significant digits: ``1.23 GB``."""
+    units = ("bytes", "kB", "MB", "GB", "TB", "PB")
+    size = float(count)
+    for unit in units:
+        if size < 999.5 or unit == units[-1]:
+            break
+        size /= 1000
+    return f"{count} bytes" if unit == "bytes" else f"{size:.3g} {unit}"
