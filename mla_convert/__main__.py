@@ -19,9 +19,7 @@ def leave_checkout() -> None:
 def main() -> None:
     leave_checkout()
     if importlib.util.find_spec("mla_convert.kernels") is None:
-        print(
-            "mla_convert is not installed for this Python; run `make demo` or `pip install -e .` first", file=sys.stderr
-        )
+        print("mla_convert is not installed for this Python; run `make demo`, or `pip install -e .`", file=sys.stderr)
         raise SystemExit(2)
     from mla_convert.cli import app
 

@@ -50,7 +50,7 @@ class Dtype(enum.StrEnum):
 
 JsonTarget = Annotated[
     str | None,
-    typer.Option("--json", metavar="FILE|-", help="Write the result as JSON to a new file, or to - (stdout)."),
+    typer.Option("--json", metavar="FILE|-", help="Write the result as JSON to a new file, or to stdout."),
 ]
 
 

@@ -27,7 +27,7 @@ print(type(model).__name__)
 
 
 def python_in_root(*arguments: str) -> list[str]:
-    """Run Python in the repository root, with the root on ``sys.path`` as ``python cli.py`` has it; return the lines."""
+    """Run Python in the repository root, which is on ``sys.path`` as under ``python cli.py``; return the lines."""
     environment = {"PATH": "/usr/bin:/bin", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT), "HOME": str(Path.home())}
     run = subprocess.run([sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
