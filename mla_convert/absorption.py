@@ -1,0 +1,269 @@
+r"""Moving the up-projections of keys and values out of the history: the mathematics, and the products.
+
+Letters and tensor names are those of :mod:`mla_convert.geometry`. Everything else in this package
+refers to this text instead of repeating it.
+
+**What the layer defines.** For every token t the cache keeps a latent ``c_t`` of C numbers and one
+rotary key ``r_t`` of R numbers that all heads share. Head i makes its key and value from them,
+
+    k[t, i] = [ W_UK_i · c_t ; r_t ]        (N + R numbers)
+    v[t, i] =   W_UV_i · c_t                (V numbers)
+
+and the new token's query, from its own query latent x (Q numbers), is ``[a_i ; b_i]`` with content
+``a_i = W_UQ_i · x`` and rotary part ``b_i = RoPE(W_QR_i · x)``. With weights
+``p_t = softmax_t(scale · (a_i · (W_UK_i c_t) + b_i · r_t))`` the layer returns
+``Σ_i W_O_i · Σ_t p_t v[t, i]``. Computed in this order, each step multiplies the whole history by W_UK
+and W_UV again: T · C · (N + V) multiplications a head for a single new token.
+
+**What absorption changes.** Only where the brackets stand; matrix products are associative, so
+nothing is approximated.
+
+*Key side.* ``a_i · (W_UK_i c_t) = (W_UK_iᵀ a_i) · c_t``. The query is lifted into the latent space
+once, ``z_i = W_UK_iᵀ a_i`` (C numbers), and then meets the cached latents as they are.
+
+*Value side.* ``Σ_t p_t (W_UV_i c_t) = W_UV_i (Σ_t p_t c_t)``. The latents are averaged first, and the
+one average is lifted to V numbers.
+
+*What stays.* ``b_i · r_t`` is added as before: the rotation between the two depends on the distance
+of the tokens, so no constant matrix can stand for it. ``scale`` stays as well. It belongs to the
+width N + R of the query as the model defines it, not to the C + R numbers multiplied now.
+
+Per head the history is now read as it is cached, [c_t ; r_t] for the scores and c_t for the average:
+attention with one shared key of width C + R and one shared value of width C.
+
+**Two forms of the weights**, independent for the two sides:
+
+=========  ======================  =====================================  =========================
+side       form                    what is kept per head                  numbers read per step
+=========  ======================  =====================================  =========================
+key        factored                W_UK_i [N, C], beside W_UQ_i [N, Q]    H · N · (C + Q)
+key        fused                   W_QK_i = W_UK_iᵀ · W_UQ_i  [C, Q]      H · C · Q
+value      factored                W_UV_i [V, C], beside W_O_i [D, V]     H · V · (D + C)
+value      fused                   W_OV_i = W_O_i · W_UV_i  [D, C]        D · H · C
+=========  ======================  =====================================  =========================
+
+(The rotary rows W_QR, H · R · Q numbers, are read in both forms of the key side and left out.) The
+factored form is a set of exact row slices of ``kv_b_proj``. The fused form saves one product per
+step, yet its matrices have rank N or V at most, so it stores the same map with more numbers unless C
+is small: it reads fewer exactly where ``C·Q < N·(C + Q)``, or ``D·C < V·(D + C)``. Where a model does
+something between the two matrices of a side (a scale on the query, an elementwise gate before
+``o_proj``) the bracket cannot be moved, and that side cannot be fused.
+
+**Rounding.** A product is formed in float32, or in float64 where an input is float64 or where
+float32 products have been allowed to lose bits, and rounded once to the dtype it is stored in. It is
+formed head by head, so that beside the output only one head exists at the wider dtype.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from mla_convert.errors import FormatError, UsageError
+from mla_convert.geometry import MLAGeometry
+
+Form = Literal["factored", "fused"]
+FORMS: tuple[Form, ...] = ("factored", "fused")
+FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+"""What the products read and write."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Forms:
+    """The form of each side of one layer."""
+
+    qk: Form
+    vo: Form
+
+
+@dataclasses.dataclass(frozen=True)
+class SideReads:
+    """Numbers that one side of one layer reads from its weights in a decode step, in either form."""
+
+    factored: int
+    fused: int
+
+    @property
+    def fewer(self) -> Form:
+        """The form that reads fewer; factored where they are equal, since it is exact."""
+        return "fused" if self.fused < self.factored else "factored"
+
+
+@dataclasses.dataclass(frozen=True)
+class Reads:
+    """The figures of both sides of one layer."""
+
+    qk: SideReads
+    vo: SideReads
+
+
+class Rounding:
+    """Measures what rounding a tensor to its stored dtype costs, block by block.
+
+    ``name`` is the tensor's, for the message when a value does not fit the dtype at all.
+    """
+
+    def __init__(self, name: str = "the absorbed weight") -> None:
+        self.name = name
+        self._largest_error = self._largest = 0.0
+        self._squared_error = self._squared = 0.0
+
+    def round(self, reference: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return ``reference`` (any shape, a wide dtype) in ``dtype`` and take note of the difference.
+
+        Raises UsageError where a finite value overflows ``dtype``, and FormatError where the
+        reference itself is not finite.
+        """
+        stored = reference.to(dtype)
+        largest = float(reference.abs().max())
+        if not math.isfinite(largest):
+            raise FormatError(
+                f"{self.name}: the product of its source weights is not finite; check the source for damage"
+            )
+        if not bool(torch.isfinite(stored).all()):
+            raise UsageError(
+                f"{self.name}: the largest magnitude is {largest:.4g}, and {dtype_name(dtype)} ends at "
+                f"{torch.finfo(dtype).max:.4g}; store bfloat16 or float32 instead"
+            )
+        if stored.dtype != reference.dtype:
+            error = stored.to(reference.dtype) - reference
+            self._largest_error = max(self._largest_error, float(error.abs().max()))
+            self._squared_error += float(torch.linalg.vector_norm(error)) ** 2
+        self._largest = max(self._largest, largest)
+        self._squared += float(torch.linalg.vector_norm(reference)) ** 2
+        return stored
+
+    @property
+    def largest(self) -> float:
+        """Largest error over the largest magnitude, of all blocks seen so far; 0 when nothing was rounded."""
+        return self._largest_error / self._largest if self._largest_error else 0.0
+
+    @property
+    def frobenius(self) -> float:
+        """Frobenius norm of the error over that of the reference."""
+        return math.sqrt(self._squared_error / self._squared) if self._squared_error else 0.0
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``bfloat16`` for ``torch.bfloat16``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def reads(g: MLAGeometry) -> Reads:
+    """Numbers read per decode step from one layer's weights, per side and form (the module's table)."""
+    return Reads(
+        qk=SideReads(
+            factored=g.num_heads * g.qk_nope_head_dim * (g.kv_lora_rank + g.query_rank),
+            fused=g.num_heads * g.kv_lora_rank * g.query_rank,
+        ),
+        vo=SideReads(
+            factored=g.num_heads * g.v_head_dim * (g.hidden_size + g.kv_lora_rank),
+            fused=g.hidden_size * g.num_heads * g.kv_lora_rank,
+        ),
+    )
+
+
+def choose_form(g: MLAGeometry) -> Forms:
+    """For each side alone the form that reads fewer numbers per decode step."""
+    figures = reads(g)
+    return Forms(qk=figures.qk.fewer, vo=figures.vo.fewer)
+
+
+def split_kv_b(weight: Tensor, g: MLAGeometry) -> tuple[Tensor, Tensor]:
+    """Views W_UK [H, N, C] and W_UV [H, V, C] of ``kv_b_proj.weight`` [H·(N + V), C], any dtype.
+
+    Raises UsageError where the shape is not the geometry's.
+    """
+    _expect("kv_b_proj.weight", weight, g.kv_b_shape, "[H·(N+V), C]")
+    heads = weight.reshape(g.num_heads, g.qk_nope_head_dim + g.v_head_dim, g.kv_lora_rank)
+    return heads[:, : g.qk_nope_head_dim], heads[:, g.qk_nope_head_dim :]
+
+
+def split_q_b(weight: Tensor, g: MLAGeometry) -> tuple[Tensor, Tensor]:
+    """Views W_UQ [H, N, Q] and W_QR [H, R, Q] of ``q_b_proj.weight`` or ``q_proj.weight`` [H·(N + R), Q]."""
+    _expect("the query projection's weight", weight, g.q_b_shape, "[H·(N+R), Q]")
+    heads = weight.reshape(g.num_heads, g.qk_head_dim, g.query_rank)
+    return heads[:, : g.qk_nope_head_dim], heads[:, g.qk_nope_head_dim :]
+
+
+def fuse_qk(w_uk: Tensor, q_b: Tensor, g: MLAGeometry, dtype: torch.dtype, rounding: Rounding | None = None) -> Tensor:
+    """The fused key side [H·(C + R), Q] in ``dtype``: per head C rows of W_UKᵀ·W_UQ, then its R rotary rows.
+
+    ``w_uk`` is [H, N, C] and ``q_b`` [H·(N + R), Q], both of a float dtype, on one device. The rotary
+    rows are only cast. ``rounding`` collects the error figures. Raises UsageError for shapes and
+    dtypes that do not fit, and for values that ``dtype`` cannot hold.
+    """
+    _expect("W_UK", w_uk, (g.num_heads, g.qk_nope_head_dim, g.kv_lora_rank), "[H, N, C]")
+    w_uq, w_qr = split_q_b(q_b, g)
+    wide = _product_dtype(w_uk, q_b, dtype=dtype)
+    rounding = rounding or Rounding()
+    out = torch.empty(g.num_heads, g.latent_width, g.query_rank, dtype=dtype, device=q_b.device)
+    for head in range(g.num_heads):
+        product = w_uk[head].to(wide).T @ w_uq[head].to(wide)
+        out[head, : g.kv_lora_rank] = rounding.round(product, dtype)
+        if g.qk_rope_head_dim:
+            out[head, g.kv_lora_rank :] = rounding.round(w_qr[head].to(wide), dtype)
+    return out.flatten(0, 1)
+
+
+def fuse_ov(w_uv: Tensor, o: Tensor, g: MLAGeometry, dtype: torch.dtype, rounding: Rounding | None = None) -> Tensor:
+    """The fused value side [D, H·C] in ``dtype``: per head the C columns of W_O·W_UV.
+
+    ``w_uv`` is [H, V, C] and ``o`` [D, H·V]; otherwise as :func:`fuse_qk`.
+    """
+    _expect("W_UV", w_uv, (g.num_heads, g.v_head_dim, g.kv_lora_rank), "[H, V, C]")
+    _expect("o_proj.weight", o, g.o_shape, "[D, H·V]")
+    wide = _product_dtype(w_uv, o, dtype=dtype)
+    rounding = rounding or Rounding()
+    w_o = o.reshape(g.hidden_size, g.num_heads, g.v_head_dim)
+    out = torch.empty(g.hidden_size, g.num_heads, g.kv_lora_rank, dtype=dtype, device=o.device)
+    for head in range(g.num_heads):
+        out[:, head] = rounding.round(w_o[:, head].to(wide) @ w_uv[head].to(wide), dtype)
+    return out.flatten(1, 2)
+
+
+def slice_rows(heads: Tensor, dtype: torch.dtype, rounding: Rounding | None = None) -> Tensor:
+    """The factored store of one side: W_UK or W_UV [H, N or V, C] as contiguous rows [H·N or H·V, C] in ``dtype``.
+
+    Where ``dtype`` is already the tensor's own, the rows are exact copies.
+    """
+    if heads.dtype == dtype:
+        return heads.flatten(0, 1).contiguous()
+    rounding = rounding or Rounding()
+    out = torch.empty(heads.shape, dtype=dtype, device=heads.device)
+    for head, rows in enumerate(heads):
+        out[head] = rounding.round(rows.to(_product_dtype(heads, dtype=dtype)), dtype)
+    return out.flatten(0, 1)
+
+
+def _product_dtype(*inputs: Tensor, dtype: torch.dtype) -> torch.dtype:
+    """float32 or float64 for products of ``inputs``; refuses dtypes that are not plain floats."""
+    for found in (*(tensor.dtype for tensor in inputs), dtype):
+        if found not in FLOAT_DTYPES:
+            raise UsageError(
+                f"absorption reads and writes {', '.join(map(dtype_name, FLOAT_DTYPES))}, found {dtype_name(found)}; "
+                "dequantize the weight first"
+            )
+    if any(tensor.dtype == torch.float64 for tensor in inputs):
+        return torch.float64
+    return torch.float32 if _full_float32_products() else torch.float64
+
+
+def _full_float32_products() -> bool:
+    """Whether float32 matrix products keep float32 precision (no TF32, no bfloat16 passes)."""
+    try:
+        return torch.get_float32_matmul_precision() == "highest"
+    except RuntimeError:  # raised where precisions were set per backend: somebody lowered one
+        return False
+
+
+def _expect(what: str, tensor: Tensor, shape: tuple[int, ...], letters: str) -> None:
+    if tuple(tensor.shape) != shape:
+        raise UsageError(
+            f"{what} has shape {list(tensor.shape)}; the config's dimensions make it {list(shape)} = {letters}: "
+            "the weight and the config are of different models"
+        )
