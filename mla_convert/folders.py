@@ -1,0 +1,199 @@
+"""What a checkpoint's folder holds: which of the three layouts, and every tensor's place, under Hugging Face names."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
+
+import torch
+
+from mla_convert import native
+from mla_convert.errors import CheckpointError
+from mla_convert.shards import Piece, is_readable, parse_json, read_header
+
+Layout = Literal["single", "sharded", "native"]
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_PICKLED = (".bin", ".pt", ".pth")
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """One logical tensor: ``pieces`` joined along ``axis``, or, where ``axis`` is None, equal copies of it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    pieces: tuple[Piece, ...]
+    axis: int | None = None
+
+
+def open_folder(path: pathlib.Path) -> None:
+    """CheckpointError where ``path`` is not a folder, with what it looks like instead."""
+    if path.is_dir():
+        return
+    if path.suffix == ".gguf":
+        raise CheckpointError(f"{path} is a GGUF file; supported are folders with safetensors files and a config.json")
+    if path.exists():
+        raise CheckpointError(f"{path} is a file; give the folder that holds it and the config.json")
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) and not str(path).startswith("."):
+        raise CheckpointError(
+            f"there is no folder {path}; if it is a model on the hub, download it first: "
+            f"hf download {path} --local-dir {path.name}"
+        )
+    raise CheckpointError(f"there is no folder {path}; give the folder with the checkpoint's config.json")
+
+
+def read_config(path: pathlib.Path) -> dict[str, Any]:
+    """The folder's config.json as it is."""
+    file = path / "config.json"
+    if not is_readable(file):
+        raise CheckpointError(f"{path} has no config.json{_instead(path)}")
+    return parse_json(file.read_bytes(), what=str(file), hint="correct it, or take the one that belongs to the model")
+
+
+def find_tensors(path: pathlib.Path) -> tuple[Layout, dict[str, Stored]]:
+    """The folder's layout and its tensors under Hugging Face names; only headers are read."""
+    parts = sorted(file for file in path.iterdir() if native.PART_FILE.fullmatch(file.name))
+    single, index = path / SINGLE, path / INDEX
+    if parts and (single.exists() or index.exists()):
+        raise CheckpointError(
+            f"{path} holds both DeepSeek-native parts ({parts[0].name}, …) and Hugging Face weights; "
+            "move one of them into a folder of its own, with its config.json"
+        )
+    if parts:
+        return "native", _native(path, parts)
+    if index.exists():
+        return "sharded", _sharded(path, index)
+    if single.exists() or single.is_symlink():
+        return "single", _whole(_headers([single]))
+    raise CheckpointError(f"{path} has no weights that can be read{_instead(path)}")
+
+
+def _headers(files: Iterable[pathlib.Path]) -> dict[pathlib.Path, dict[str, Piece]]:
+    return {file: read_header(file) for file in files}
+
+
+def _whole(headers: Mapping[pathlib.Path, dict[str, Piece]]) -> dict[str, Stored]:
+    tensors: dict[str, Stored] = {}
+    for file, pieces in headers.items():
+        for name, piece in pieces.items():
+            if name in tensors:
+                other = tensors[name].pieces[0].file.name
+                raise CheckpointError(f"{name} is in two files, {other} and {file.name}; remove the file that is wrong")
+            tensors[name] = Stored(name, piece.shape, piece.dtype, (piece,))
+    return tensors
+
+
+def _sharded(path: pathlib.Path, index: pathlib.Path) -> dict[str, Stored]:
+    again = "fetch the index again"
+    where = parse_json(index.read_bytes(), what=str(index), hint=again).get("weight_map")
+    if not isinstance(where, dict) or not where:
+        raise CheckpointError(f"{index} has no weight_map; {again}")
+    names = sorted({_inside(index, name) for name in where.values()})
+    if (path / SINGLE).exists() and names != [SINGLE]:
+        raise CheckpointError(
+            f"{path} holds both {SINGLE} and {INDEX} with {len(names)} shards; transformers uses {SINGLE} and ignores "
+            f"the shards: remove {SINGLE}, or the index with its shards"
+        )
+    _refuse_missing(path, names, f"named in {INDEX}")
+    headers = _headers(path / name for name in names)
+    for name, file in where.items():
+        if name not in headers[path / file]:
+            raise CheckpointError(f"{INDEX} places {name} in {file}, but that file does not have it; fetch both again")
+    return _whole(headers)
+
+
+def _inside(index: pathlib.Path, name: Any) -> str:
+    if not isinstance(name, str) or not name.endswith(".safetensors"):
+        raise CheckpointError(f"{index} names the file {name!r}; supported are safetensors: fetch the index again")
+    # Both kinds of path, so that a hostile index is refused alike on every system.
+    kinds = pathlib.PurePosixPath(name), pathlib.PureWindowsPath(name)
+    if any(kind.is_absolute() or kind.drive or ".." in kind.parts for kind in kinds):
+        raise CheckpointError(f"{index} names {name!r}, outside its own folder; such an index is not read")
+    return name
+
+
+def _refuse_missing(path: pathlib.Path, names: Iterable[str], why: str) -> None:
+    missing = [name for name in names if not is_readable(path / name)]
+    if missing:
+        raise CheckpointError(f"{path} lacks {', '.join(missing)}, {why}; fetch what is missing")
+
+
+def _native(path: pathlib.Path, files: list[pathlib.Path]) -> dict[str, Stored]:
+    counts = {int(_numbers(file)[1]) for file in files}
+    if len(counts) > 1:
+        raise CheckpointError(
+            f"{path} holds parts of several splits (mp{', mp'.join(map(str, sorted(counts)))}); keep one of them"
+        )
+    count = counts.pop()
+    names = [f"model{part}-mp{count}.safetensors" for part in range(count)]
+    surplus = sorted({file.name for file in files} - set(names))
+    if surplus:
+        raise CheckpointError(f"{path} holds {', '.join(surplus)}, which is no part of a split into {count}; remove it")
+    _refuse_missing(path, names, f"of the {count} parts")
+    headers = _headers(path / name for name in names)
+    found: dict[str, list[Piece]] = {}
+    for pieces in headers.values():
+        for name, piece in pieces.items():
+            found.setdefault(name, []).append(piece)
+    return {tensor.name: tensor for tensor in (_join(name, pieces, names) for name, pieces in found.items())}
+
+
+def _numbers(file: pathlib.Path) -> tuple[str, str]:
+    part, count = native.PART_FILE.fullmatch(file.name).groups()  # type: ignore[union-attr]  # matched when listed
+    return part, count
+
+
+def _join(name: str, pieces: list[Piece], files: list[str]) -> Stored:
+    ours, placement = native.hf_name(name)
+    first = pieces[0]
+    if placement == "one part":
+        if len(pieces) > 1:
+            raise CheckpointError(
+                f"{name} is in {len(pieces)} of the parts, and an expert belongs to one; the parts are not of one split"
+            )
+        return Stored(ours, first.shape, first.dtype, (first,))
+    if len(pieces) < len(files):
+        missing = sorted(set(files) - {piece.file.name for piece in pieces})
+        raise CheckpointError(f"{name} is missing in {', '.join(missing)}; the parts are not of one split")
+    axis = None if placement == "copies" else placement
+    _check_alike(name, pieces, axis)
+    if axis is None:
+        return Stored(ours, first.shape, first.dtype, tuple(pieces))
+    length = sum(piece.shape[axis] for piece in pieces)
+    return Stored(ours, (*first.shape[:axis], length, *first.shape[axis + 1 :]), first.dtype, tuple(pieces), axis=axis)
+
+
+def _check_alike(name: str, pieces: list[Piece], axis: int | None) -> None:
+    first = pieces[0]
+    if axis is not None and len(first.shape) <= axis:
+        raise CheckpointError(f"{name} has shape {list(first.shape)}; its parts are joined along axis {axis}")
+    for piece in pieces:
+        kept = [size for i, size in enumerate(piece.shape) if i != axis]
+        if kept != [size for i, size in enumerate(first.shape) if i != axis] or piece.dtype != first.dtype:
+            raise CheckpointError(
+                f"{name} has shape {list(first.shape)} ({first.dtype}) in {first.file.name} and {list(piece.shape)} "
+                f"({piece.dtype}) in {piece.file.name}; the parts are not of one split"
+            )
+
+
+def _instead(path: pathlib.Path) -> str:
+    files = sorted(file.name for file in path.iterdir())
+    if any(name.endswith(".gguf") for name in files):
+        return "; it holds GGUF files: supported are safetensors, take the model in that form"
+    if any(name.startswith("pytorch_model") and name.endswith(_PICKLED) for name in files):
+        return (
+            "; it holds pickled weights, which can run code when they are read and are not supported: save the model "
+            "again with save_pretrained, which writes safetensors"
+        )
+    shards = [name for name in files if name.endswith(".safetensors")]
+    if shards:
+        return f"; it holds {shards[0]}{', …' if len(shards) > 1 else ''} but neither {SINGLE} nor {INDEX}: fetch it"
+    if not files:
+        return "; the folder is empty"
+    return f"; needed are {SINGLE}, or {INDEX} with its shards, or DeepSeek's model0-mp1.safetensors, …"

@@ -1,0 +1,151 @@
+"""safetensors files: headers, checked against the file, and single tensors read from them.
+
+Data are read with ordinary reads at the tensor's own place, not through a mapping of the file: mapped pages would count
+as this process's memory for as long as a file stays open.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import pathlib
+from typing import Any
+
+import torch
+
+from mla_convert.errors import CheckpointError, FormatError
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_LARGEST_HEADER = 100_000_000  # the format's own limit
+_AGAIN = "fetch the file again"
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """One tensor as it stands in one file: ``start`` counts bytes from the beginning of the file."""
+
+    file: pathlib.Path
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    start: int
+    nbytes: int
+
+
+def read_header(file: pathlib.Path) -> dict[str, Piece]:
+    """Every tensor of a safetensors file, from its header alone.
+
+    CheckpointError for a file that is missing, cut short, too long, or whose header is damaged or names a tensor twice.
+    """
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            start = stream.read(8)
+            length = int.from_bytes(start, "little")
+            _check_beginning(file, start, length, size)
+            text = stream.read(length)
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read ({error.strerror}); {_AGAIN} or check its rights") from error
+    header = parse_json(text, what=f"the header of {file}", hint=_AGAIN)
+    header.pop("__metadata__", None)
+    pieces = {name: _piece(file, name, entry, 8 + length) for name, entry in header.items()}
+    _check_extent(file, pieces, 8 + length, size)
+    return pieces
+
+
+def read_piece(piece: Piece) -> torch.Tensor:
+    """The tensor in memory of its own; nothing else of the file is read."""
+    data = torch.empty(piece.nbytes, dtype=torch.uint8)
+    view = data.numpy().data
+    with piece.file.open("rb", buffering=0) as stream:
+        stream.seek(piece.start)
+        done = 0
+        # One read returns at most 2 GiB.
+        while done < piece.nbytes:
+            count = stream.readinto(view[done:])
+            if not count:
+                raise CheckpointError(f"{piece.file} ends inside {piece.name}: it was cut short while open; {_AGAIN}")
+            done += count
+    return data.view(piece.dtype).reshape(piece.shape)
+
+
+def parse_json(text: bytes, *, what: str, hint: str) -> dict[str, Any]:
+    """A JSON object, refusing other JSON, broken JSON and keys that come twice."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        keys = dict(pairs)
+        if len(keys) < len(pairs):
+            twice = sorted({key for key, _ in pairs if sum(key == other for other, _ in pairs) > 1})
+            raise CheckpointError(f"{what} names {', '.join(twice)} twice; {hint}")
+        return keys
+
+    try:
+        value = json.loads(text.decode("utf-8"), object_pairs_hook=unique)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{what} is not valid JSON ({error}); {hint}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{what} holds a JSON {type(value).__name__}, not an object; {hint}")
+    return value
+
+
+def _check_beginning(file: pathlib.Path, start: bytes, length: int, size: int) -> None:
+    if start == b"version ":
+        raise CheckpointError(f"{file} is a Git LFS pointer, not the file itself; run `git lfs pull` in its folder")
+    if len(start) < 8 or (length <= _LARGEST_HEADER and 8 + length > size):
+        raise CheckpointError(f"{file} is cut short: {size} bytes, less than its header needs; {_AGAIN}")
+    if length > _LARGEST_HEADER:
+        raise CheckpointError(f"{file} is not a safetensors file (its header would have {length} bytes); {_AGAIN}")
+
+
+def _piece(file: pathlib.Path, name: str, entry: Any, base: int) -> Piece:
+    try:
+        code, shape, (start, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+        numbers = all(type(number) is int and number >= 0 for number in (*shape, start, end))
+    except (KeyError, TypeError, ValueError):
+        numbers = False
+    if not numbers:
+        raise CheckpointError(f"the header of {file} describes {name} in a damaged way ({entry!r:.100}); {_AGAIN}")
+    if code not in _DTYPES:
+        raise FormatError(f"{name} in {file} has dtype {code!r}; supported are {', '.join(_DTYPES)}")
+    nbytes = math.prod(shape) * _DTYPES[code].itemsize
+    if nbytes != end - start:
+        raise CheckpointError(
+            f"{name} in {file} has {end - start} bytes, but shape {list(shape)} in {code} needs {nbytes}; {_AGAIN}"
+        )
+    return Piece(file, name, shape, _DTYPES[code], base + start, nbytes)
+
+
+def _check_extent(file: pathlib.Path, pieces: dict[str, Piece], base: int, size: int) -> None:
+    place = base
+    for piece in sorted(pieces.values(), key=lambda piece: (piece.start, piece.nbytes)):
+        if piece.start != place:
+            raise CheckpointError(f"the header of {file} leaves a gap or an overlap before {piece.name}; {_AGAIN}")
+        place += piece.nbytes
+    if size < place:
+        raise CheckpointError(f"{file} is cut short: {size} bytes of the {place} that its header describes; {_AGAIN}")
+    if size > place:
+        raise CheckpointError(f"{file} is longer ({size} bytes) than its header describes ({place}); {_AGAIN}")
+
+
+def is_readable(file: pathlib.Path) -> bool:
+    """Whether there is a regular file, links followed (a hub cache keeps files as links to its blobs)."""
+    return file.is_file() and os.access(file, os.R_OK)
