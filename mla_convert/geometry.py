@@ -104,4 +104,5 @@ def softmax_scale(qk_head_dim: int, *, factor: float = 1.0, mscale_all_dim: floa
     ``mscale_all_dim = 0`` or ``factor <= 1`` means no correction, as in DeepSeek's own code.
     """
     mscale = 1.0 if factor <= 1 or not mscale_all_dim else 0.1 * mscale_all_dim * math.log(factor) + 1.0
-    return float(qk_head_dim) ** -0.5 * mscale * mscale
+    scale: float = qk_head_dim**-0.5 * mscale * mscale
+    return scale

@@ -1,0 +1,280 @@
+"""``absorbed_decode`` in PyTorch against the float64 reference, with everything around it poisoned."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import hypothesis
+import hypothesis.strategies as st
+import pytest
+import torch
+from decode_cases import Case, build
+
+from mla_convert.errors import UsageError
+from mla_convert.kernels import absorbed_decode, flashmla_views, merge, torch_decode
+from mla_convert.kernels.arguments import DecodeArguments
+from mla_convert.kernels.history import decode_latent
+from mla_convert.kernels.reference import absorbed_decode_reference, expanded_attention, visible_positions
+
+CASES = [
+    Case(),
+    Case(heads=1, q_len=4),
+    Case(heads=16, q_len=2, lens=(140, 1)),
+    Case(heads=126, latent=128, rope=32, lens=(0, 63)),
+    Case(latent=192, rope=32, layout="strided"),
+    Case(latent=512, rope=64, heads=12, lens=(64, 300), batch=2, q_len=8),
+    Case(latent=1024, rope=64, lens=(20, 20)),
+    Case(latent=256, rope=0, layout="separate"),
+    Case(layout="separate", masked=True, q_len=3),
+    Case(masked=True, q_len=3, lens=(30, 30)),
+    Case(masked=True, sinks=True),
+    Case(sinks=True, lens=(0, 12)),
+    Case(indices=17, q_len=5),
+    Case(indices=17, q_len=2, masked=True, layout="paged", page=4),
+    Case(indices=9, codes="fp8/group", sinks=True),
+    Case(layout="paged", page=1),
+    Case(layout="paged", page=64, q_len=4, lens=(64, 65), masked=True),
+    Case(layout="paged", codes="int8/token", lens=(33, 0)),
+    *[Case(codes=f"{kind}/{spread}") for kind in ("fp8", "int8", "int4") for spread in ("tensor", "token", "group")],
+    Case(batch=1, lens=(1500,), heads=4, q_len=1),
+    Case(batch=1, lens=(1501,), heads=4, q_len=1, masked=True),
+    Case(batch=3, q_len=2, lens=(1, 0, 5)),
+    Case(amplitude=30.0, lens=(50, 50)),
+    Case(dtype=torch.float64, q_len=2),
+    Case(dtype=torch.bfloat16, heads=16, latent=512, rope=64),
+    Case(dtype=torch.bfloat16, masked=True, q_len=4, layout="paged"),
+    Case(dtype=torch.float16, heads=16, q_len=2),
+    Case(dtype=torch.float16, codes="int8/token"),
+]
+
+
+def run(args: DecodeArguments, **changes: object) -> tuple[torch.Tensor, torch.Tensor]:
+    fields = {f.name: getattr(args, f.name) for f in dataclasses.fields(args)} | changes
+    return absorbed_decode(**fields)
+
+
+def numbers_of(args: DecodeArguments) -> DecodeArguments:
+    """The same cache already decoded to the query's dtype: what a coded cache is compared with."""
+    if not args.coded:
+        return args
+    numbers = decode_latent(args.latent, args.latent_scale, args.q_latent.dtype)
+    return dataclasses.replace(args, latent=numbers, latent_scale=None)
+
+
+def plain(args: DecodeArguments) -> tuple[torch.Tensor, torch.Tensor]:
+    """Softmax attention as anybody would write it, in the query's dtype: what that dtype costs."""
+    dtype = args.q_latent.dtype
+    args = numbers_of(args)
+    wide = {f.name: getattr(args, f.name) for f in dataclasses.fields(args)}
+    out, lse = absorbed_decode_reference(DecodeArguments(**wide), dtype)
+    return out.double(), lse.double()
+
+
+def logit_rounding(args: DecodeArguments) -> torch.Tensor:
+    """One float32 rounding of the largest sum that a logit can be: eps · scale · |q| · |k| (Cauchy-Schwarz)."""
+    query = torch.cat((args.q_latent, args.q_rope), -1).double().norm(dim=-1).max()
+    latent, rope = numbers_of(args).latent.double(), args.k_rope.double()
+    key = torch.cat((latent, rope), -1).nan_to_num(0).norm(dim=-1).max()
+    return torch.finfo(torch.float32).eps * args.scale * query * key
+
+
+def assert_close(args: DecodeArguments, out: torch.Tensor, lse: torch.Tensor) -> None:
+    """Error at most twice that of plain PyTorch at the same dtype, and one rounding of the logits and of the result.
+
+    Plain PyTorch can be right by luck on a small case, hence the roundings. In float64 the reference
+    is not exact either: a sum of n terms is known to n roundings.
+    """
+    exact, exact_lse = absorbed_decode_reference(numbers_of(args))
+    usual, usual_lse = plain(args)
+    logits = logit_rounding(args) if out.dtype != torch.float64 else 0.0
+    unit = torch.finfo(out.dtype).eps + args.kv_len * torch.finfo(torch.float64).eps + logits
+    assert (out.double() - exact).abs().max() <= 2 * (usual - exact).abs().max() + unit * exact.abs().max()
+    empty = torch.isneginf(exact_lse)
+    assert torch.equal(torch.isneginf(lse), empty)
+    size = exact_lse.masked_fill(empty, 0).abs().max().clamp(min=1)
+    bound = (
+        2 * (usual_lse - exact_lse).masked_fill(empty, 0).abs().max() + torch.finfo(torch.float32).eps * size + logits
+    )
+    assert (lse.double() - exact_lse).masked_fill(empty, 0).abs().max() <= bound
+    assert lse.dtype == torch.float32 and out.dtype == args.q_latent.dtype
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_against_reference(case: Case) -> None:
+    args = build(case)
+    assert_close(args, *run(args))
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.dtype != torch.float64], ids=str)
+def test_products_against_reference(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The path of other devices and of compiled code: shapes do not depend on values, no flash kernel."""
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    args = build(case)
+    assert_close(args, *run(args))
+
+
+def test_expanded_form_is_the_same() -> None:
+    """Lifting the query and the average, as mla.md's identities say, equals rebuilding keys and values."""
+    generator = torch.Generator().manual_seed(0)
+    b, s, h, n, r, c, v, t = 2, 3, 5, 12, 8, 24, 10, 19
+
+    def rand(*size: int) -> torch.Tensor:
+        return torch.randn(*size, generator=generator, dtype=torch.float64)
+
+    q_nope, q_rope, latent, k_rope = rand(b, s, h, n), rand(b, s, h, r), rand(b, t, c), rand(b, t, r)
+    w_uk, w_uv = rand(h, n, c), rand(h, v, c)
+    visible = torch.arange(t) < torch.arange(t - s + 1, t + 1)[:, None]
+    expanded = expanded_attention(
+        q_nope, q_rope, latent, k_rope, w_uk, w_uv, scale=0.3, visible=visible.expand(b, s, t)
+    )
+    q_latent = torch.einsum("bshn,hnc->bshc", q_nope, w_uk)
+    out, _ = absorbed_decode(q_latent, q_rope, latent, k_rope, scale=0.3)
+    absorbed = torch.einsum("bshc,hvc->bshv", out, w_uv)
+    torch.testing.assert_close(absorbed, expanded, rtol=1e-12, atol=1e-12)
+
+
+def test_lengths_beyond_the_cache_leave_everything_to_the_mask() -> None:
+    args = build(Case(lens=(40, 40), q_len=4))
+    latent, k_rope = args.latent[:, :40], args.k_rope[:, :40]
+    mask = torch.rand(2, 4, 40, generator=torch.Generator().manual_seed(3)) < 0.5
+    open_args = dataclasses.replace(args, latent=latent, k_rope=k_rope, mask=mask, kv_lens=torch.tensor([43, 43]))
+    out, lse = run(open_args)
+    for b in range(2):
+        for s in range(4):
+            assert torch.equal(visible_positions(open_args, b, s), mask[b, s].nonzero()[:, 0])
+    assert_close(open_args, out, lse)
+
+
+def test_history_divided_among_threads_is_the_same() -> None:
+    case = Case(batch=1, heads=4, lens=(2051,), masked=True)
+    args = build(case)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(4)
+        assert_close(args, *run(args))
+        assert_close(dataclasses.replace(args, mask=None), *run(args, mask=None))
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_joint_rows_are_not_copied() -> None:
+    rows = torch.randn(2, 9, 80)
+    joint = torch_decode._joint_rows(rows[..., :64], rows[..., 64:])
+    assert joint.data_ptr() == rows.data_ptr() and torch.equal(joint, rows)
+    apart = torch_decode._joint_rows(rows[..., :64].clone(), rows[..., 64:])
+    assert torch.equal(apart, rows)
+    other = torch_decode._joint_rows(rows[..., :63], rows[..., 64:79])
+    assert torch.equal(other, torch.cat((rows[..., :63], rows[..., 64:79]), -1))
+
+
+def test_merge_of_parts_is_the_whole() -> None:
+    args = build(Case(batch=1, lens=(50,), dtype=torch.float64))
+    latent, k_rope = args.latent[:, :50], args.k_rope[:, :50]
+    whole, whole_lse = run(args, latent=latent, k_rope=k_rope, kv_lens=None)
+    a = run(args, latent=latent[:, :13], k_rope=k_rope[:, :13], kv_lens=None)
+    b = run(args, latent=latent[:, 13:], k_rope=k_rope[:, 13:], kv_lens=None)
+    out, lse = merge(*a, *b)
+    torch.testing.assert_close(out, whole, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(lse, whole_lse, rtol=1e-6, atol=1e-6)
+
+
+def test_merge_never_reads_an_empty_part() -> None:
+    out, lse = torch.randn(2, 3, 8), torch.randn(2, 3)
+    nothing, none = torch.full_like(out, torch.nan), torch.full_like(lse, -torch.inf)
+    torch.testing.assert_close(merge(out, lse, nothing, none), (out, lse))
+    torch.testing.assert_close(merge(nothing, none, out, lse), (out, lse))
+    empty, empty_lse = merge(nothing, none, nothing, none)
+    assert torch.equal(empty, torch.zeros_like(out)) and torch.equal(empty_lse, none)
+
+
+def test_sinks_go_to_one_part_only() -> None:
+    args = build(Case(batch=1, lens=(50,), sinks=True))
+    latent, k_rope = args.latent[:, :50], args.k_rope[:, :50]
+    whole = run(args, latent=latent, k_rope=k_rope, kv_lens=None)
+    a = run(args, latent=latent[:, :13], k_rope=k_rope[:, :13], kv_lens=None)
+    b = run(args, latent=latent[:, 13:], k_rope=k_rope[:, 13:], kv_lens=None, sinks=None)
+    torch.testing.assert_close(merge(*a, *b), whole, rtol=1e-5, atol=1e-6)
+
+
+def test_flashmla_rows() -> None:
+    numbers = torch.randn(2, 40, 512)
+    scales = numbers.unflatten(-1, (4, 128)).abs().amax(-1) / 448
+    codes = (numbers.unflatten(-1, (4, 128)) / scales[..., None]).flatten(-2).to(torch.float8_e4m3fn)
+    rope = torch.randn(2, 40, 64).bfloat16()
+    parts = (codes.view(torch.uint8), scales.view(torch.uint8), rope.view(torch.uint8))
+    latent, latent_scale, k_rope = flashmla_views(torch.cat(parts, dim=-1))
+    assert (
+        torch.equal(latent.float(), codes.float()) and torch.equal(latent_scale, scales) and torch.equal(k_rope, rope)
+    )
+    q = torch.randn(2, 1, 4, 512)
+    args = DecodeArguments(q, torch.randn(2, 1, 4, 64), latent, k_rope, 0.04, latent_scale=latent_scale)
+    assert_close(args, *run(args))
+    with pytest.raises(UsageError, match="656"):
+        flashmla_views(torch.zeros(2, 3, 655, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"q_rope": torch.zeros(2, 1, 3, 16).double()}, "q_rope must be"),
+        ({"latent": torch.zeros(2, 72, 63)}, "latent must end in 64"),
+        ({"latent": torch.zeros(2, 72, 64).double()}, "coded form"),
+        ({"latent": torch.zeros(3, 72, 64), "k_rope": torch.zeros(3, 72, 16)}, "2 sequences, the cache 3"),
+        ({"k_rope": torch.zeros(2, 71, 16)}, r"k_rope must be \[2, 72, 16\]"),
+        ({"latent": torch.zeros(2, 72, 64, dtype=torch.int8)}, "latent_scale goes with codes"),
+        ({"latent_scale": 1.0}, "latent_scale goes with codes"),
+        ({"latent": torch.zeros(2, 72, 64, dtype=torch.int8), "latent_scale": torch.ones(2, 72, 5)}, "divide 64"),
+        ({"kv_lens": torch.zeros(3, dtype=torch.int64)}, r"kv_lens must be \[2\]"),
+        ({"kv_lens": torch.zeros(2)}, "int32 or int64"),
+        ({"mask": torch.ones(2, 1, 71, dtype=torch.bool)}, r"mask must be \[2, 1, 72\]"),
+        ({"mask": torch.ones(2, 1, 72)}, "bool"),
+        ({"indices": torch.zeros(2, 2, 4, dtype=torch.int64)}, "indices must be"),
+        ({"sinks": torch.zeros(4)}, r"sinks must be \[3\]"),
+        ({"block_table": torch.zeros(3, 4, dtype=torch.int32)}, "block_table must be"),
+        ({"backend": "cuda"}, "choose one of"),
+    ],
+)
+def test_refuses(changes: dict[str, object], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        run(build(Case()), **changes)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    batch = draw(st.integers(1, 3))
+    return Case(
+        batch=batch,
+        q_len=draw(st.integers(1, 5)),
+        heads=draw(st.sampled_from((1, 2, 3, 7))),
+        latent=draw(st.sampled_from((8, 24, 64))),
+        rope=draw(st.sampled_from((0, 4, 16))),
+        lens=tuple(draw(st.lists(st.integers(0, 40), min_size=batch, max_size=batch))),
+        layout=draw(st.sampled_from(("joint", "separate", "strided", "paged"))),
+        page=draw(st.integers(1, 17)),
+        codes=draw(st.sampled_from((None, None, "int8/token", "int4/group"))),
+        masked=draw(st.booleans()),
+        indices=draw(st.sampled_from((0, 0, 5))),
+        sinks=draw(st.booleans()),
+        seed=draw(st.integers(0, 1000)),
+    )
+
+
+@hypothesis.settings(max_examples=120, deadline=None)
+@hypothesis.given(cases())
+def test_any_case(case: Case) -> None:
+    args = build(case)
+    assert_close(args, *run(args))
+
+
+@hypothesis.settings(max_examples=30, deadline=None)
+@hypothesis.given(cases(), st.randoms(use_true_random=False))
+def test_permuted_heads_and_sequences_permute_the_result(case: Case, random: object) -> None:
+    args = build(case)
+    out, lse = run(args)
+    heads = torch.randperm(case.heads, generator=torch.Generator().manual_seed(case.seed))
+    changes: dict[str, object] = {"q_latent": args.q_latent[:, :, heads], "q_rope": args.q_rope[:, :, heads]}
+    if args.sinks is not None:
+        changes["sinks"] = args.sinks[heads]
+    again, lse_again = run(args, **changes)
+    torch.testing.assert_close(again, out[:, :, heads], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(lse_again, lse[:, :, heads], rtol=1e-5, atol=1e-5)
