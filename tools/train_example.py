@@ -75,7 +75,11 @@ YARN: dict[str, Any] = {
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """How long and how fast to train; ``characters`` of source text, the last ``held_out`` tokens kept apart."""
+    """How long and how fast to train.
+
+    ``steps`` replaces ``minutes`` where it is given. ``characters`` of source text are read, and
+    their last ``held_out`` tokens kept apart.
+    """
 
     minutes: float = 25.0
     steps: int | None = None
