@@ -42,6 +42,9 @@ FAMILIES: dict[str, Family] = {
         Family("deepseek_v3", "DeepseekV3Attention"),
     )
 }
+_MOST_LAYERS = 10_000
+# Where wrappers (vision, audio) keep their text model's config.
+_INNER = ("text_config", "language_config")
 _BY_TYPE = {name: family for family in FAMILIES.values() for name in (family.model_type, *family.aliases)}
 
 
@@ -98,7 +101,13 @@ def layer_specs(config: Mapping[str, Any]) -> tuple[LayerSpec, ...]:
 
     A multi-token-prediction layer is not among them; :func:`layer_spec` gives it under its own number.
     """
-    return tuple(layer_spec(config, index) for index in range(_whole(config, "num_hidden_layers")))
+    count = _whole(config, "num_hidden_layers")
+    if count > _MOST_LAYERS:
+        raise UnsupportedModelError(
+            f"the config gives num_hidden_layers = {count}; supported are up to {_MOST_LAYERS}: take the config.json "
+            "that belongs to the checkpoint"
+        )
+    return tuple(layer_spec(config, index) for index in range(count))
 
 
 def layer_spec(config: Mapping[str, Any], index: int) -> LayerSpec:
@@ -147,6 +156,7 @@ def _one_rope_style(config: Mapping[str, Any], key: str) -> dict[str, Any]:
     rope = {name: value for name, value in given.items() if name != "type"}
     rope.setdefault("rope_type", given.get("type", "default"))
     rope.setdefault("rope_theta", config.get("rope_theta") or 10000.0)
+    _positive(rope, "rope_theta")
     return rope
 
 
@@ -186,8 +196,8 @@ def _positive(rope: Mapping[str, Any], key: str) -> float:
     value = rope.get(key)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise UnsupportedModelError(
-            f"the config's rope parameters give {key} = {value!r}; with mscale_all_dim set, the softmax scale needs a "
-            "positive number there: take the config.json that belongs to the checkpoint"
+            f"the config's rope parameters give {key} = {value!r}; needed is a positive number: take the config.json "
+            "that belongs to the checkpoint"
         )
     return float(value)
 
@@ -204,14 +214,16 @@ def _whole(config: Mapping[str, Any], key: str, *, least: int = 1, hint: str = "
 
 
 def _describe(config: Mapping[str, Any]) -> str:
-    model_type, inner = config.get("model_type"), config.get("text_config")
+    model_type = config.get("model_type")
     if model_type is None:
         return "the config names no model_type, so it cannot be told which model it describes"
     if "kv_lora_rank" in config:
         return f"the config describes a {model_type!r} model, an MLA family that this version does not know"
-    if isinstance(inner, Mapping) and "kv_lora_rank" in inner:
-        return (
-            f"the config describes a {model_type!r} model that wraps a text model of type {inner.get('model_type')!r} "
-            "in its text_config; this version reads text models that stand alone"
-        )
+    for key in _INNER:
+        inner = config.get(key)
+        if isinstance(inner, Mapping) and "kv_lora_rank" in inner:
+            return (
+                f"the config describes a {model_type!r} model that wraps a text model of type "
+                f"{inner.get('model_type')!r} in its {key}; this version reads text models that stand alone"
+            )
     return f"the config describes a {model_type!r} model without kv_lora_rank: it does not use MLA"

@@ -22,8 +22,8 @@ from mla_convert.formats import (
     count_nonfinite,
     dequantize_fp8_blocks,
     parse_quantization,
-    plain,
     refuse_nonfinite,
+    refuse_overflow,
 )
 from mla_convert.integrity import check_layers, check_scales
 from mla_convert.shards import read_piece
@@ -158,17 +158,20 @@ class Checkpoint:
         if not stored.is_floating_point():
             return stored
         refuse_nonfinite(name, count_nonfinite(stored), stored.numel(), stored.dtype)
-        return stored if dtype is None else _cast(name, stored, dtype)
+        values = stored if dtype is None else stored.to(dtype)
+        refuse_overflow(name, count_nonfinite(values), values.numel(), values.dtype)
+        return values
 
     def digest(self, name: str) -> str:
         """SHA-256, in hex, of the tensor's bytes as stored, row-major, native parts joined; scales have their own."""
-        return hashlib.sha256(_raw(self.read(name)).reshape(-1).view(torch.uint8).numpy().data).hexdigest()
+        return tensor_digest(self.read(name))
 
     def state_dict(self, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
         """All weights in plain numbers under Hugging Face names, without scales, as :meth:`weight` gives each.
 
         Goes with ``config``: ``Class.from_pretrained(None, config=Class.config_class(**checkpoint.config),
-        state_dict=checkpoint.state_dict(dtype))``.
+        state_dict=checkpoint.state_dict(dtype), dtype=dtype)``. Without its own ``dtype``, ``from_pretrained`` casts
+        everything to the config's.
         """
         return {name: self.weight(name, dtype) for name in self.names() if not name.endswith(SCALE_SUFFIX)}
 
@@ -185,21 +188,15 @@ class Checkpoint:
         return tuple(layer_spec(self.config, index) for index in indices if index >= len(self.layers))
 
 
+def tensor_digest(tensor: torch.Tensor) -> str:
+    """SHA-256, in hex, of a CPU tensor's bytes in row-major order, whatever its dtype and strides."""
+    return hashlib.sha256(_raw(tensor.contiguous()).reshape(-1).view(torch.uint8).numpy().data).hexdigest()
+
+
 def _raw(tensor: torch.Tensor) -> torch.Tensor:
     """The same bytes as integers, which every operation of PyTorch takes; equality then also holds for NaN."""
     sizes = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return tensor.view(sizes[tensor.element_size()])
-
-
-def _cast(name: str, stored: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    cast = stored.to(dtype)
-    lost = count_nonfinite(cast)
-    if lost:
-        raise FormatError(
-            f"{name} has {lost} values (of {cast.numel()}) too large for {plain(dtype)}; it is stored in "
-            f"{plain(stored.dtype)}: use that, bfloat16 or float32"
-        )
-    return cast
 
 
 def _quantization(path: pathlib.Path, config: dict[str, Any]) -> Fp8Blocks | None:

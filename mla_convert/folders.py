@@ -19,6 +19,7 @@ Layout = Literal["single", "sharded", "native"]
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _PICKLED = (".bin", ".pt", ".pth")
+_MOST_PARTS = 4096
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +53,8 @@ def read_config(path: pathlib.Path) -> dict[str, Any]:
     """The folder's config.json as it is."""
     file = path / "config.json"
     if not is_readable(file):
-        raise CheckpointError(f"{path} has no config.json{_instead(path)}")
+        otherwise = "take the one that belongs to the model"
+        raise CheckpointError(f"{path} has no config.json; {_instead(path) or otherwise}")
     return parse_json(file.read_bytes(), what=str(file), hint="correct it, or take the one that belongs to the model")
 
 
@@ -71,7 +73,7 @@ def find_tensors(path: pathlib.Path) -> tuple[Layout, dict[str, Stored]]:
         return "sharded", _sharded(path, index)
     if single.exists() or single.is_symlink():
         return "single", _whole(_headers([single]))
-    raise CheckpointError(f"{path} has no weights that can be read{_instead(path)}")
+    raise CheckpointError(f"{path} has no weights that can be read; {_instead(path) or _lone_shards(path)}")
 
 
 def _headers(files: Iterable[pathlib.Path]) -> dict[pathlib.Path, dict[str, Piece]]:
@@ -125,28 +127,33 @@ def _refuse_missing(path: pathlib.Path, names: Iterable[str], why: str) -> None:
 
 
 def _native(path: pathlib.Path, files: list[pathlib.Path]) -> dict[str, Stored]:
-    counts = {int(_numbers(file)[1]) for file in files}
-    if len(counts) > 1:
-        raise CheckpointError(
-            f"{path} holds parts of several splits (mp{', mp'.join(map(str, sorted(counts)))}); keep one of them"
-        )
-    count = counts.pop()
-    names = [f"model{part}-mp{count}.safetensors" for part in range(count)]
-    surplus = sorted({file.name for file in files} - set(names))
-    if surplus:
-        raise CheckpointError(f"{path} holds {', '.join(surplus)}, which is no part of a split into {count}; remove it")
-    _refuse_missing(path, names, f"of the {count} parts")
-    headers = _headers(path / name for name in names)
+    names = _part_names(path, files)
+    _refuse_missing(path, names, f"of the {len(names)} parts")
     found: dict[str, list[Piece]] = {}
-    for pieces in headers.values():
+    for pieces in _headers(path / name for name in names).values():
         for name, piece in pieces.items():
             found.setdefault(name, []).append(piece)
     return {tensor.name: tensor for tensor in (_join(name, pieces, names) for name, pieces in found.items())}
 
 
-def _numbers(file: pathlib.Path) -> tuple[str, str]:
-    part, count = native.PART_FILE.fullmatch(file.name).groups()  # type: ignore[union-attr]  # matched when listed
-    return part, count
+def _part_names(path: pathlib.Path, files: list[pathlib.Path]) -> list[str]:
+    """File names of a whole split, from the parts that are there."""
+    numbers = {file.name: tuple(map(int, native.PART_FILE.sub(r"\1 \2", file.name).split())) for file in files}
+    counts = sorted({count for _, count in numbers.values()})
+    if len(counts) > 1:
+        found = ", ".join(f"mp{count}" for count in counts)
+        raise CheckpointError(f"{path} holds parts of several splits ({found}); keep one of them")
+    (count,) = counts
+    surplus = [name for name, (part, _) in numbers.items() if part >= count or name != _part_name(part, count)]
+    if surplus:
+        raise CheckpointError(f"{path} holds {', '.join(surplus)}, which is no part of a split into {count}; remove it")
+    if count > _MOST_PARTS:
+        raise CheckpointError(f"{path} holds a part of a split into {count}; supported are up to {_MOST_PARTS}")
+    return [_part_name(part, count) for part in range(count)]
+
+
+def _part_name(part: int, count: int) -> str:
+    return f"model{part}-mp{count}.safetensors"
 
 
 def _join(name: str, pieces: list[Piece], files: list[str]) -> Stored:
@@ -183,17 +190,19 @@ def _check_alike(name: str, pieces: list[Piece], axis: int | None) -> None:
 
 
 def _instead(path: pathlib.Path) -> str:
+    """What a folder without a readable checkpoint holds instead, and what to do; nothing where that is not plain."""
     files = sorted(file.name for file in path.iterdir())
     if any(name.endswith(".gguf") for name in files):
-        return "; it holds GGUF files: supported are safetensors, take the model in that form"
-    if any(name.startswith("pytorch_model") and name.endswith(_PICKLED) for name in files):
+        return "it holds GGUF files: supported are safetensors, take the model in that form"
+    if any(name.endswith(_PICKLED) and name.startswith(("pytorch_model", "model", "consolidated")) for name in files):
         return (
-            "; it holds pickled weights, which can run code when they are read and are not supported: save the model "
+            "it holds pickled weights, which can run code when they are read and are not supported: save the model "
             "again with save_pretrained, which writes safetensors"
         )
-    shards = [name for name in files if name.endswith(".safetensors")]
-    if shards:
-        return f"; it holds {shards[0]}{', …' if len(shards) > 1 else ''} but neither {SINGLE} nor {INDEX}: fetch it"
-    if not files:
-        return "; the folder is empty"
-    return f"; needed are {SINGLE}, or {INDEX} with its shards, or DeepSeek's model0-mp1.safetensors, …"
+    return "" if files else "the folder is empty: give the one that holds the checkpoint"
+
+
+def _lone_shards(path: pathlib.Path) -> str:
+    shards = sorted(file.name for file in path.iterdir() if file.name.endswith(".safetensors"))
+    found = f"it holds {shards[0]}{', …' if shards[1:] else ''}: " if shards else ""
+    return f"{found}needed are {SINGLE}, or {INDEX} with its shards, or DeepSeek's model0-mp1.safetensors, …"

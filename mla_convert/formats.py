@@ -86,14 +86,16 @@ def dequantize_fp8_blocks(
     factors = decode_scale(scale, name=name + SCALE_SUFFIX)
     rows, columns = block_size
     out = torch.empty(codes.shape, dtype=dtype)
-    bad = 0
+    bad = lost = 0
     for block, factor in enumerate(factors):
         at = slice(block * rows, (block + 1) * rows)
         wide = codes[at].to(torch.float32)
         wide *= factor.repeat_interleave(columns)[: codes.shape[1]]
         out[at] = wide
-        bad += count_nonfinite(out[at])
-    refuse_nonfinite(name, bad, out.numel(), dtype)
+        bad += count_nonfinite(wide)
+        lost += count_nonfinite(out[at])
+    refuse_nonfinite(name, bad, out.numel(), codes.dtype)
+    refuse_overflow(name, lost, out.numel(), dtype)
     return out
 
 
@@ -159,6 +161,14 @@ def refuse_nonfinite(name: str, bad: int, total: int, dtype: torch.dtype) -> Non
         raise FormatError(
             f"{name} has {bad} NaN or infinite values (of {total}) in {plain(dtype)}; a weight must be finite: the "
             "checkpoint is damaged, fetch it again"
+        )
+
+
+def refuse_overflow(name: str, lost: int, total: int, dtype: torch.dtype) -> None:
+    """FormatError where ``lost`` of ``total`` finite values became infinite in ``dtype``."""
+    if lost:
+        raise FormatError(
+            f"{name} has {lost} values (of {total}) too large for {plain(dtype)}; use bfloat16 or float32 instead"
         )
 
 

@@ -6,6 +6,7 @@ heads, columns and experts, and a whole copy of everything else. Names and confi
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -114,7 +115,7 @@ def hf_config(raw: Mapping[str, Any]) -> dict[str, Any]:
     ``original_seq_len``, and one ``mscale`` serves both as ``mscale`` and ``mscale_all_dim``, as in that code. The
     layout has neither special tokens (none are set) nor a multi-token-prediction layer.
     """
-    _refuse_unknown_keys(raw)
+    _check_keys(raw)
     model_type = _SCORES[raw.get("score_func", "softmax")]
     config: dict[str, Any] = {ours: _value(raw, key, default) for key, (ours, default) in _KEYS.items()}
     config["q_lora_rank"] = config["q_lora_rank"] or None
@@ -166,13 +167,19 @@ def _value(raw: Mapping[str, Any], key: str, default: Any) -> Any:
     return value
 
 
-def _refuse_unknown_keys(raw: Mapping[str, Any]) -> None:
+def _check_keys(raw: Mapping[str, Any]) -> None:
     unknown = sorted(set(raw) - set(_KEYS) - set(_ROPE) - _OTHERS)
     if unknown:
         raise UnsupportedModelError(
             f"the DeepSeek-native config has keys that DeepSeek-V2 and -V3 do not: {', '.join(unknown)}; supported "
             "native models are DeepSeek-V2, V2-Lite, V3, R1 and V3.1"
         )
+    for key in sorted(set(raw) - {"dtype", "score_func", "scale_fmt"}):
+        if isinstance(raw[key], bool) or not isinstance(raw[key], int | float) or not 0 <= raw[key] < math.inf:
+            raise UnsupportedModelError(
+                f"the DeepSeek-native config gives {key} = {raw[key]!r}; needed is a number: take the config file that "
+                "belongs to the model"
+            )
     for key, known in (("score_func", tuple(_SCORES)), ("dtype", ("bf16", "fp8"))):
         if key in raw and raw[key] not in known:
             raise UnsupportedModelError(

@@ -6,6 +6,7 @@ as this process's memory for as long as a file stays open.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import json
 import math
@@ -94,7 +95,7 @@ def parse_json(text: bytes, *, what: str, hint: str) -> dict[str, Any]:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         keys = dict(pairs)
         if len(keys) < len(pairs):
-            twice = sorted({key for key, _ in pairs if sum(key == other for other, _ in pairs) > 1})
+            twice = sorted(key for key, count in collections.Counter(key for key, _ in pairs).items() if count > 1)
             raise CheckpointError(f"{what} names {', '.join(twice)} twice; {hint}")
         return keys
 
@@ -119,10 +120,10 @@ def _check_beginning(file: pathlib.Path, start: bytes, length: int, size: int) -
 def _piece(file: pathlib.Path, name: str, entry: Any, base: int) -> Piece:
     try:
         code, shape, (start, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-        numbers = all(type(number) is int and number >= 0 for number in (*shape, start, end))
+        sound = isinstance(code, str) and all(type(number) is int and number >= 0 for number in (*shape, start, end))
     except (KeyError, TypeError, ValueError):
-        numbers = False
-    if not numbers:
+        sound = False
+    if not sound:
         raise CheckpointError(f"the header of {file} describes {name} in a damaged way ({entry!r:.100}); {_AGAIN}")
     if code not in _DTYPES:
         raise FormatError(f"{name} in {file} has dtype {code!r}; supported are {', '.join(_DTYPES)}")
