@@ -112,7 +112,7 @@ def test_the_core_needs_neither_triton_nor_transformers() -> None:
 
 
 def test_the_shipped_packages_are_the_folders() -> None:
-    assert sorted(PYPROJECT["tool"]["setuptools"]["packages"]) == sorted(FOLDERS)
+    assert sorted(PYPROJECT["tool"]["setuptools"]["packages"]) == sorted([*FOLDERS, "mla_convert.example"])
     with_code = {path.parent for folder in FOLDERS.values() for path in folder.rglob("*.py")}
     assert with_code == set(FOLDERS.values())
     assert all((folder / "__init__.py").is_file() for folder in FOLDERS.values())
