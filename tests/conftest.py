@@ -1,0 +1,34 @@
+"""Shared fixtures: the example checkpoint in the forms in which DeepSeek checkpoints are found."""
+
+from __future__ import annotations
+
+import pathlib
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+# From the repository root, the folder kernels would stand in for Hugging Face's package of that name.
+sys.path[:] = [entry for entry in sys.path if entry and pathlib.Path(entry).resolve() != ROOT]
+
+import variants  # noqa: E402  # only once the path is right
+
+import mla_convert  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def example_path() -> pathlib.Path:
+    """The trained example: deepseek_v3, bfloat16, three shards, YaRN with mscale_all_dim."""
+    return pathlib.Path(mla_convert.__file__).parent / "example"
+
+
+@pytest.fixture(scope="session")
+def fp8_path(example_path: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """The example in FP8 blocks of 128 × 128, some scales in other shards than their weights."""
+    return variants.write_fp8(example_path, tmp_path_factory.mktemp("example-fp8"))
+
+
+@pytest.fixture(scope="session")
+def native_path(example_path: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """The example in DeepSeek's own layout, two parts."""
+    return variants.write_native(example_path, tmp_path_factory.mktemp("example-native"), parts=2)
