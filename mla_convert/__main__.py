@@ -23,7 +23,7 @@ def main() -> None:
         raise SystemExit(2)
     from mla_convert.cli import app
 
-    app()
+    app(prog_name="mla-convert")
 
 
 if __name__ == "__main__":
