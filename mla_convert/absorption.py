@@ -64,6 +64,7 @@ import torch
 from torch import Tensor
 
 from mla_convert.errors import FormatError, UsageError
+from mla_convert.formats import plain
 from mla_convert.geometry import MLAGeometry
 
 Form = Literal["factored", "fused"]
@@ -126,7 +127,7 @@ class Rounding:
             )
         if not bool(torch.isfinite(stored).all()):
             raise UsageError(
-                f"{self.name}: the largest magnitude is {largest:.4g}, and {dtype_name(dtype)} ends at "
+                f"{self.name}: the largest magnitude is {largest:.4g}, and {plain(dtype)} ends at "
                 f"{torch.finfo(dtype).max:.4g}; store bfloat16 or float32 instead"
             )
         if stored.dtype != reference.dtype:
@@ -146,11 +147,6 @@ class Rounding:
     def frobenius(self) -> float:
         """Frobenius norm of the error over that of the reference."""
         return math.sqrt(self._squared_error / self._squared) if self._squared_error else 0.0
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """``bfloat16`` for ``torch.bfloat16``."""
-    return str(dtype).removeprefix("torch.")
 
 
 def reads(g: MLAGeometry) -> Reads:
@@ -245,7 +241,7 @@ def _product_dtype(*inputs: Tensor, dtype: torch.dtype) -> torch.dtype:
     for found in (*(tensor.dtype for tensor in inputs), dtype):
         if found not in FLOAT_DTYPES:
             raise UsageError(
-                f"absorption reads and writes {', '.join(map(dtype_name, FLOAT_DTYPES))}, found {dtype_name(found)}; "
+                f"absorption reads and writes {', '.join(map(plain, FLOAT_DTYPES))}, found {plain(found)}; "
                 "dequantize the weight first"
             )
     if any(tensor.dtype == torch.float64 for tensor in inputs):

@@ -1,0 +1,190 @@
+"""The manifest of absorbed weights: what was stored, in which form, and from which source tensors it was made.
+
+A manifest is a tree of frozen dataclasses, written as ``mla_manifest.json``
+and read by :mod:`mla_convert.manifest_reading`. It holds no paths and no times, so that
+the same source and options give the same bytes. Figures that follow from the geometry (numbers read per decode step)
+are written for the reader of the file, and computed again when it is read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from mla_convert import version
+from mla_convert.absorption import Form, Reads, reads
+from mla_convert.formats import plain
+from mla_convert.geometry import MLAGeometry
+
+FORMAT_VERSION = 1
+
+#: What is stored for a side in a form, and under which name after the layer's prefix.
+KEYS: dict[tuple[str, Form], str] = {
+    ("qk", "factored"): "k_b",
+    ("qk", "fused"): "qk",
+    ("vo", "factored"): "v_b",
+    ("vo", "fused"): "ov",
+}
+SUFFIXES = {
+    "k_b": "k_b_proj.weight",
+    "qk": "qk_absorbed.weight",
+    "v_b": "v_b_proj.weight",
+    "ov": "ov_absorbed.weight",
+}
+
+
+def stored_shape(key: str, g: MLAGeometry) -> tuple[int, int]:
+    """Shape of the tensor stored under a key of :data:`SUFFIXES`, as a Linear weight."""
+    return {
+        "k_b": (g.num_heads * g.qk_nope_head_dim, g.kv_lora_rank),
+        "v_b": (g.num_heads * g.v_head_dim, g.kv_lora_rank),
+        "qk": (g.num_heads * g.latent_width, g.query_rank),
+        "ov": (g.hidden_size, g.num_heads * g.kv_lora_rank),
+    }[key]
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredTensor:
+    """One stored tensor, and what rounding it cost against its float32 (or wider) reference.
+
+    ``largest_error`` is the largest difference over the largest magnitude, ``frobenius_error`` the norm of the
+    difference over the norm; both are 0 for exact slices.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    largest_error: float = 0.0
+    frobenius_error: float = 0.0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its data."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredLayer:
+    """One layer: its geometry, the form of each side, its tensors by key (``k_b`` or ``qk``; ``v_b`` or ``ov``).
+
+    ``sources`` names the source tensors that went into it.
+    """
+
+    index: int
+    geometry: MLAGeometry
+    qk: Form
+    vo: Form
+    tensors: Mapping[str, StoredTensor]
+    sources: tuple[str, ...]
+
+    @property
+    def reads(self) -> Reads:
+        """Numbers read per decode step, per side and form."""
+        return reads(self.geometry)
+
+
+@dataclasses.dataclass(frozen=True)
+class SourceTensor:
+    """A source tensor as it was stored: ``sha256`` is of its logical row-major bytes (codes, where it is quantized).
+
+    The scales of a quantized tensor are hashed apart. ``source_dtype`` is the dtype of its logical values.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    sha256: str
+    source_dtype: torch.dtype
+    block_size: tuple[int, int] | None = None
+    scale_name: str | None = None
+    scale_sha256: str | None = None
+
+    @property
+    def quantized(self) -> bool:
+        """Whether it was stored as codes with scales."""
+        return self.scale_name is not None
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """The checkpoint the weights were made from; ``config_sha256`` is of its config as canonical JSON."""
+
+    model_type: str
+    layout: str
+    config_sha256: str
+    tensors: Mapping[str, SourceTensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """Everything that is known of a set of absorbed weights. ``quantization`` is None in this version."""
+
+    source: Source
+    layers: tuple[StoredLayer, ...]
+    dtype: str
+    quantization: None = None
+    format_version: int = FORMAT_VERSION
+    tool_version: str = version.__version__
+
+    @property
+    def tensors(self) -> dict[str, StoredTensor]:
+        """Every stored tensor by its full name, in the order of the files."""
+        return {tensor.name: tensor for layer in self.layers for tensor in layer.tensors.values()}
+
+    def to_json(self) -> str:
+        """The manifest's text; the same manifest always gives the same text."""
+        return json.dumps(self.to_dict(), indent=1) + "\n"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, as in the file."""
+        return {
+            "format_version": self.format_version,
+            "tool_version": self.tool_version,
+            "dtype": self.dtype,
+            "quantization": self.quantization,
+            "source": {
+                "model_type": self.source.model_type,
+                "layout": self.source.layout,
+                "config_sha256": self.source.config_sha256,
+                "tensors": {name: _source_to_dict(tensor) for name, tensor in self.source.tensors.items()},
+            },
+            "layers": [_layer_to_dict(layer) for layer in self.layers],
+        }
+
+
+def _layer_to_dict(layer: StoredLayer) -> dict[str, Any]:
+    return {
+        "index": layer.index,
+        "geometry": dataclasses.asdict(layer.geometry),
+        "forms": {"qk": layer.qk, "vo": layer.vo},
+        "numbers_read_per_step": dataclasses.asdict(layer.reads),
+        "tensors": {
+            key: {
+                "name": tensor.name,
+                "shape": list(tensor.shape),
+                "dtype": plain(tensor.dtype),
+                "largest_error": tensor.largest_error,
+                "frobenius_error": tensor.frobenius_error,
+            }
+            for key, tensor in layer.tensors.items()
+        },
+        "sources": list(layer.sources),
+    }
+
+
+def _source_to_dict(tensor: SourceTensor) -> dict[str, Any]:
+    entry: dict[str, Any] = {
+        "shape": list(tensor.shape),
+        "dtype": tensor.dtype,
+        "sha256": tensor.sha256,
+        "source_dtype": plain(tensor.source_dtype),
+        "quantized": tensor.quantized,
+    }
+    if tensor.quantized:
+        entry["block_size"] = None if tensor.block_size is None else list(tensor.block_size)
+        entry["scale"] = {"name": tensor.scale_name, "sha256": tensor.scale_sha256}
+    return entry

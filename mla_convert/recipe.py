@@ -1,0 +1,135 @@
+"""What a conversion will store: the options, checked, and for every layer its forms and tensors. Reads no data."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Literal
+
+import torch
+
+from mla_convert.absorption import FLOAT_DTYPES, FORMS, Form, Forms, choose_form
+from mla_convert.architectures import Family, LayerSpec
+from mla_convert.checkpoint import Checkpoint
+from mla_convert.errors import FormatError, UsageError
+from mla_convert.formats import plain
+from mla_convert.manifest import KEYS, SUFFIXES, StoredTensor, stored_shape
+
+Side = Literal["qk", "vo"]
+SIDES: tuple[Side, ...] = ("qk", "vo")
+SIDE_NAMES = {"qk": "key side", "vo": "value side"}
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedLayer:
+    """What is stored for one layer: its spec, forms, and the tensors as they will be, without error figures."""
+
+    spec: LayerSpec
+    forms: Forms
+    tensors: dict[str, StoredTensor]
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Names of the source tensors that go into it."""
+        names = [self.spec.kv_b]
+        if self.forms.qk == "fused":
+            names.append(self.spec.query)
+        if self.forms.vo == "fused":
+            names.append(self.spec.o)
+        return tuple(names)
+
+
+def plan_layers(
+    checkpoint: Checkpoint, wanted: Mapping[Side, str], dtype: torch.dtype | None
+) -> tuple[PlannedLayer, ...]:
+    """What will be stored for every layer, those for multi-token prediction included; reads no data.
+
+    ``wanted`` maps ``qk`` and ``vo`` to ``factored``, ``fused`` or ``auto``; ``dtype`` None is the source's. UsageError
+    where a family's side may not be fused and is asked to be.
+    """
+    specs = (*checkpoint.layers, *checkpoint.extra_layers)
+    return tuple(_plan_layer(checkpoint, spec, wanted, dtype) for spec in specs)
+
+
+def _plan_layer(
+    checkpoint: Checkpoint, spec: LayerSpec, wanted: Mapping[Side, str], dtype: torch.dtype | None
+) -> PlannedLayer:
+    best = choose_form(spec.geometry)
+    forms = Forms(
+        qk=_choose("qk", wanted["qk"], best.qk, spec.family), vo=_choose("vo", wanted["vo"], best.vo, spec.family)
+    )
+    tensors = {}
+    for side, form, other in (("qk", forms.qk, spec.query), ("vo", forms.vo, spec.o)):
+        key = KEYS[side, form]
+        source_dtype = checkpoint.source_dtype(spec.kv_b)
+        if form == "fused":
+            source_dtype = torch.promote_types(source_dtype, checkpoint.source_dtype(other))
+        if source_dtype not in FLOAT_DTYPES:
+            raise FormatError(
+                f"{spec.kv_b} is stored as {plain(source_dtype)}; supported are FP8 blocks and "
+                f"{', '.join(map(plain, FLOAT_DTYPES))}: take the checkpoint in one of these forms"
+            )
+        name = f"{spec.prefix}.{SUFFIXES[key]}"
+        tensors[key] = StoredTensor(name, stored_shape(key, spec.geometry), dtype or source_dtype)
+    return PlannedLayer(spec, forms, tensors)
+
+
+def _choose(side: Side, wanted: str, best: Form, family: Family) -> Form:
+    allowed = family.fuse_qk if side == "qk" else family.fuse_vo
+    if wanted == "auto":
+        return best if allowed else "factored"
+    if wanted == "fused" and not allowed:
+        raise UsageError(
+            f"the {SIDE_NAMES[side]} of {family.model_type} cannot be fused: the model changes what passes between "
+            f"the two projections; use {side}=factored or auto"
+        )
+    return "fused" if wanted == "fused" else "factored"
+
+
+def parse_form(given: str, side: Side) -> str:
+    """``factored``, ``fused`` or ``auto``; UsageError for anything else."""
+    if given not in (*FORMS, "auto"):
+        raise UsageError(f"form {given!r} for the {SIDE_NAMES[side]}; supported are {', '.join(FORMS)} and auto")
+    return given
+
+
+def parse_dtype(given: str | torch.dtype) -> torch.dtype | None:
+    """The stored dtype; None for the source's. UsageError for dtypes that are not stored."""
+    name = plain(given) if isinstance(given, torch.dtype) else given
+    if name == "source":
+        return None
+    if name not in DTYPES:
+        raise UsageError(f"dtype {name!r}; supported are source, {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def parse_device(given: str | torch.device) -> torch.device:
+    """The device, tried; UsageError where it is not there."""
+    try:
+        return torch.empty(0, device=given).device
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise UsageError(
+            f"device {str(given)!r} cannot be used here ({reason}); use cpu, or one that is there"
+        ) from error
+
+
+def refuse_later_options(**options: object) -> None:
+    """UsageError where one of the options that ask for quantized weights is given."""
+    for name, value in options.items():
+        if value is not None:
+            raise UsageError(
+                f"{name}={value!r}: this version stores plain weights only, in dtype=source, bfloat16, float16 or "
+                "float32; leave it out"
+            )
+
+
+def check_options(target: str, workers: int | None, max_shard_bytes: int) -> None:
+    """UsageError where one of these is not what this version does."""
+    if target != "sidecar":
+        raise UsageError(f"target {target!r}; this version writes target='sidecar'")
+    if workers not in (None, 1):
+        raise UsageError(f"workers={workers!r}; this version converts with one worker: leave it out")
+    if max_shard_bytes <= 0:
+        raise UsageError(f"max_shard_bytes={max_shard_bytes}; a shard needs a positive number of bytes")
