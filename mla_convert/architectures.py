@@ -101,6 +101,7 @@ def layer_specs(config: Mapping[str, Any]) -> tuple[LayerSpec, ...]:
 
     A multi-token-prediction layer is not among them; :func:`layer_spec` gives it under its own number.
     """
+    find_family(config)
     count = _whole(config, "num_hidden_layers")
     if count > _MOST_LAYERS:
         raise UnsupportedModelError(

@@ -104,7 +104,7 @@ _NATIVE_BLOCK = [128, 128]
 
 def is_native_config(raw: Mapping[str, Any]) -> bool:
     """Whether a config uses DeepSeek's own keys (``dim``, ``n_layers``) rather than Hugging Face's."""
-    return "model_type" not in raw and "dim" in raw and "n_layers" in raw
+    return "model_type" not in raw and ("dim" in raw or "n_layers" in raw)
 
 
 def hf_config(raw: Mapping[str, Any]) -> dict[str, Any]:
