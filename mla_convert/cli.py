@@ -6,12 +6,15 @@ Everything heavy is imported inside a command, so that ``--help`` answers at onc
 from __future__ import annotations
 
 import enum
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 import typer.core
 
 from mla_convert import console, version
+
+if TYPE_CHECKING:
+    from mla_convert.conversion import ConversionReport
 
 
 class _Program(typer.core.TyperGroup):
@@ -48,6 +51,11 @@ class Dtype(enum.StrEnum):
     float32 = "float32"
 
 
+Source = Annotated[str, typer.Argument(metavar="SOURCE", help="Folder of the checkpoint.", show_default=False)]
+Out = Annotated[
+    str,
+    typer.Argument(metavar="OUT", help="Folder to write; SOURCE itself means SOURCE/mla_absorbed.", show_default=False),
+]
 JsonTarget = Annotated[
     str | None,
     typer.Option("--json", metavar="FILE|-", help="Write the result as JSON to a new file, or to stdout."),
@@ -75,3 +83,47 @@ def main(
     """
     ctx.obj = console.Verbosity.choose(quiet=quiet, verbose=verbose)
     console.set_up_logging(ctx.obj)
+
+
+@app.command()
+def convert(
+    ctx: typer.Context,
+    source: Source,
+    out: Out,
+    form: Annotated[
+        Form, typer.Option(help="How both sides are kept; auto takes what reads fewer numbers per decode step.")
+    ] = Form.auto,
+    qk: Annotated[Form | None, typer.Option(help="The key side's form, where it differs from --form.")] = None,
+    vo: Annotated[Form | None, typer.Option(help="The value side's form, where it differs from --form.")] = None,
+    dtype: Annotated[
+        Dtype, typer.Option(metavar="DTYPE", help="What is stored: source, bfloat16, float16 or float32.")
+    ] = Dtype.source,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check and plan everything, write nothing.")] = False,
+    json: JsonTarget = None,
+) -> None:
+    """Precompute the absorbed weights of SOURCE and store them in OUT."""
+    output = console.Output(ctx.obj, json)
+    from mla_convert.conversion import convert as run
+
+    with output.progress("layers") as progress:
+        report = run(source, out, form=form, qk=qk, vo=vo, dtype=dtype, dry_run=dry_run, progress=progress)
+    _show_conversion(output, report)
+    output.json(report.to_dict())
+
+
+def _show_conversion(output: console.Output, report: ConversionReport) -> None:
+    """The summary of a conversion: both sides with both figures, then sizes, time and error."""
+    sides = [("key side", report.qk), ("value side", report.vo)]
+    rows = [[name, side.form, f"{side.factored:,}", f"{side.fused:,}"] for name, side in sides]
+    output.table("Numbers read per decode step", ["", "stored as", "if factored", "if fused"], rows)
+    facts = {
+        "layers": f"{report.layers}",
+        "read": console.format_bytes(report.bytes_in),
+        "to be written" if report.dry_run else "written": f"{console.format_bytes(report.bytes_out)} in {report.dtype}",
+        "time": f"{report.seconds:.2f} s",
+    }
+    if report.largest_error is not None:
+        where = "" if report.largest_error_tensor is None else f", {report.largest_error_tensor}"
+        facts["largest rounding error"] = f"{report.largest_error:.2g} of the tensor's largest value{where}"
+    output.facts(facts)
+    output.notes([*report.notes, f"nothing was written to {report.out}" if report.dry_run else f"wrote {report.out}"])

@@ -46,11 +46,14 @@ class Verbosity(enum.IntEnum):
         return cls.QUIET if quiet else cls.VERBOSE if verbose else cls.NORMAL
 
 
-def error_console() -> Console:
-    """A console on standard error; made anew each time, so that it follows a redirected ``sys.stderr``."""
+def make_console(*, stderr: bool, quiet: bool = False) -> Console:
+    """A console made anew for each use, so that it follows a redirected ``sys.stdout`` or ``sys.stderr``."""
     from rich.console import Console
 
-    return Console(stderr=True, highlight=False)
+    console = Console(stderr=stderr, quiet=quiet, highlight=False)
+    if not console.is_terminal:
+        console.width = 140  # in a file or a pipe nothing is gained by folding rows
+    return console
 
 
 def set_up_logging(verbosity: Verbosity) -> None:
@@ -59,7 +62,7 @@ def set_up_logging(verbosity: Verbosity) -> None:
 
     for handler in list(LOGGER.handlers):
         LOGGER.removeHandler(handler)
-    LOGGER.addHandler(RichHandler(console=error_console(), show_path=verbosity == Verbosity.VERBOSE))
+    LOGGER.addHandler(RichHandler(console=make_console(stderr=True), show_path=verbosity == Verbosity.VERBOSE))
     LOGGER.setLevel(verbosity)
 
 
@@ -90,7 +93,7 @@ def _fail(message: str, code: int) -> None:
     from rich.text import Text
 
     # Not wrapped: one error stays one line in a log.
-    error_console().print(Text.assemble(("error: ", "bold red"), message), soft_wrap=True)
+    make_console(stderr=True).print(Text.assemble(("error: ", "bold red"), message), soft_wrap=True)
     raise SystemExit(code)
 
 
@@ -124,14 +127,7 @@ class Output:
     @property
     def console(self) -> Console:
         """The console for tables and remarks; silent with ``--quiet``."""
-        from rich.console import Console
-
-        console = Console(
-            stderr=self.json_target == STANDARD_OUTPUT, quiet=self.verbosity == Verbosity.QUIET, highlight=False
-        )
-        if not console.is_terminal:
-            console.width = 140  # in a file or a pipe nothing is gained by folding rows
-        return console
+        return make_console(stderr=self.json_target == STANDARD_OUTPUT, quiet=self.verbosity == Verbosity.QUIET)
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         """Print a table; the first column is left-aligned, the others, which hold figures, right-aligned."""
@@ -143,6 +139,21 @@ class Output:
         for row in rows:
             table.add_row(*row)
         self.console.print(table, markup=False)
+
+    def facts(self, facts: Mapping[str, str]) -> None:
+        """Print names and values in two columns."""
+        from rich.table import Table
+        from rich.text import Text
+
+        grid = Table.grid(padding=(0, 2))
+        for name, value in facts.items():
+            grid.add_row(name, Text(value))
+        self.console.print(grid)
+
+    def notes(self, lines: Sequence[str]) -> None:
+        """Print remarks, a line each, never folded, so that a path can be copied."""
+        for line in lines:
+            self.console.print(line, markup=False, soft_wrap=True)
 
     def json(self, payload: Mapping[str, Any]) -> None:
         """Write the command's result where ``--json`` asked for it; without ``--json``, nowhere."""
@@ -159,7 +170,7 @@ class Output:
         """A progress bar on standard error as a function of (done, total); only a terminal shows it."""
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-        console = error_console()
+        console = make_console(stderr=True)
         hidden = self.verbosity == Verbosity.QUIET or not console.is_terminal
         columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
         with Progress(*columns, console=console, disable=hidden, transient=True) as bar:

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer.testing
 
 import mla_convert
+from mla_convert import conversion
+from mla_convert.cli import app
+from mla_convert.console import LOGGER
 
 ROOT = Path(__file__).resolve().parent.parent
 PROGRAMS = {
@@ -22,7 +30,8 @@ HEAVY = {"torch", "transformers", "triton", "safetensors", "numpy", "huggingface
 def run(program: list[str], *arguments: str | Path) -> subprocess.CompletedProcess[str]:
     """Run a program in the repository root; nothing is asked on its standard input."""
     command = [*program, *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    plain = os.environ | {"_TYPER_FORCE_DISABLE_TERMINAL": "1"}  # some CI services ask for colours by environment
+    return subprocess.run(command, cwd=ROOT, env=plain, stdin=subprocess.DEVNULL, capture_output=True, text=True)
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +80,7 @@ def test_without_an_installation_one_line_says_what_to_do(program: list[str]) ->
         (["nonsense"], "No such command"),
         (["--nonsense"], "No such option"),
         (["convert"], "Missing argument"),
-        (["convert", "a", "b", "--form", "melted"], "'auto', 'factored', 'fused'"),
+        (["convert", "a", "b", "--form", "melted"], "'melted' is not one of 'auto'"),
         (["-q", "-v", "convert", "a", "b"], "exclude each other"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -80,3 +89,93 @@ def test_a_wrong_call_exits_with_2_and_no_traceback(arguments: list[str], words:
     answer = run(PROGRAMS["mla-convert"], *arguments)
     assert answer.returncode == 2 and answer.stdout == ""
     assert words in " ".join(answer.stderr.split()) and "Traceback" not in answer.stderr
+
+
+Invoke = Callable[..., Any]
+
+
+@pytest.fixture
+def invoke() -> Iterator[Invoke]:
+    """Run the program in this process: (arguments) -> result with ``exit_code``, ``stdout`` and ``stderr``."""
+    handlers, level = list(LOGGER.handlers), LOGGER.level
+    yield lambda *arguments: typer.testing.CliRunner().invoke(app, [str(argument) for argument in arguments])
+    LOGGER.handlers[:] = handlers
+    LOGGER.setLevel(level)
+
+
+def test_convert_says_what_it_did(invoke: Invoke, example_path: Path, tmp_path: Path) -> None:
+    result = invoke("convert", example_path, tmp_path / "out")
+    assert result.exit_code == 0 and result.stderr == ""
+    report = conversion.convert(example_path, tmp_path / "again")
+    for figure in (report.qk.factored, report.qk.fused, report.vo.factored, report.vo.fused):
+        assert f"{figure:,}" in result.stdout
+    assert "262 kB" in result.stdout and "largest rounding error" in result.stdout
+    assert f"wrote {tmp_path / 'out'}\n" in result.stdout
+    assert {path.name for path in (tmp_path / "out").iterdir()} == set(report.files)
+
+
+def test_convert_hands_its_options_on(invoke: Invoke, example_path: Path, tmp_path: Path) -> None:
+    chosen = ["--form", "fused", "--vo", "factored", "--dtype", "float32"]
+    result = invoke("convert", example_path, tmp_path / "out", *chosen, "--json", "-")
+    report = json.loads(result.stdout)
+    assert (report["qk"]["form"], report["vo"]["form"], report["dtype"]) == ("fused", "factored", "float32")
+    assert report["out"] == str(tmp_path / "out") and not report["dry_run"]
+    assert "wrote" in result.stderr
+
+
+def test_a_dry_run_writes_nothing(invoke: Invoke, example_path: Path, tmp_path: Path) -> None:
+    result = invoke("convert", example_path, tmp_path / "out", "--dry-run", "--qk", "fused")
+    assert result.exit_code == 0 and "nothing was written" in result.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_quiet_leaves_nothing_but_the_json_file(invoke: Invoke, example_path: Path, tmp_path: Path) -> None:
+    result = invoke("--quiet", "convert", example_path, tmp_path / "out", "--json", tmp_path / "report.json")
+    assert (result.exit_code, result.stdout, result.stderr) == (0, "", "")
+    assert json.loads((tmp_path / "report.json").read_text("utf-8"))["layers"] == 4
+
+
+def test_a_json_file_that_exists_stops_the_work(invoke: Invoke, example_path: Path, tmp_path: Path) -> None:
+    (tmp_path / "report.json").write_text("mine", "utf-8")
+    result = invoke("convert", example_path, tmp_path / "out", "--json", tmp_path / "report.json")
+    assert result.exit_code == 2 and "nothing is overwritten" in result.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["report.json"]
+
+
+def test_a_faulty_source_is_one_line(invoke: Invoke, tmp_path: Path) -> None:
+    result = invoke("convert", tmp_path, tmp_path / "out")
+    assert result.exit_code == 2 and result.stdout == ""
+    assert result.stderr.startswith(f"error: {tmp_path} has no config.json") and result.stderr.count("\n") == 1
+
+
+def test_verbose_says_where_the_error_arose(invoke: Invoke, tmp_path: Path) -> None:
+    result = invoke("--verbose", "convert", tmp_path, tmp_path / "out")
+    assert result.exit_code == 2
+    assert "Traceback" in result.stderr and result.stderr.splitlines()[-1].startswith("error: ")
+
+
+def test_an_interrupted_run_exits_with_130(invoke: Invoke, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(conversion, "convert", interrupted)
+    result = invoke("convert", "a", tmp_path / "out")
+    assert (result.exit_code, result.stderr) == (130, "error: interrupted\n")
+
+
+def test_a_fault_of_ours_keeps_its_traceback(invoke: Invoke, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def faulty(*_: object, **__: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(conversion, "convert", faulty)
+    assert isinstance(invoke("convert", "a", tmp_path / "out").exception, ZeroDivisionError)
+
+
+def test_a_reader_that_goes_away_is_no_error(example_path: Path, tmp_path: Path) -> None:
+    command = [*PROGRAMS["mla-convert"], "convert", str(example_path), str(tmp_path / "out"), "--json", "-"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        said = process.stderr.read()
+    assert process.returncode == 141
+    assert "Traceback" not in said and "BrokenPipe" not in said
