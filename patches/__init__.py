@@ -1,1 +1,6 @@
 """Patching transformers models so that they decode in latent space."""
+
+from mla_convert.patches.apply import PatchDescription, PatchHandle, patch, patched, unpatch
+from mla_convert.patches.cache import LatentCache
+
+__all__ = ["LatentCache", "PatchDescription", "PatchHandle", "patch", "patched", "unpatch"]

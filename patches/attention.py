@@ -1,0 +1,194 @@
+"""The attention function of patched models, and the hooks that decide for each call.
+
+Three things are set on a patched attention module *instance*: ``expand_kv`` returns its arguments, so
+that the attention function receives latents; a forward pre-hook decides whether the call runs
+expanded or absorbed; a forward hook ends the call. The module's own forward is never rewritten.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from mla_convert.errors import PatchError
+from mla_convert.patches.cache import adopt
+from mla_convert.patches.call import Call
+from mla_convert.patches.layer import AbsorbedLayer, layer_of, wants_gradients
+from mla_convert.patches.masks import additive, representable
+
+logger = logging.getLogger(__name__)
+
+#: Originals whose masks are boolean or absent when this package makes them.
+_SDPA_MASKED = ("eager", "sdpa", "flex_attention")
+#: Of those, the ones that add their mask, and take none to mean that everything is visible.
+_ADDING = ("eager", "flex_attention")
+_KNOWN_ORIGINALS = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
+
+#: Keywords that models pass on and that do not change attention.
+HARMLESS = frozenset(
+    "cache_position dropout input_ids inputs_embeds labels layer_idx logits_to_keep num_items_in_batch "
+    "output_attentions output_hidden_states output_router_logits position_embeddings position_ids return_dict "
+    "token_type_ids use_cache".split()
+)
+#: Keywords under which only the original function knows what to do.
+EXPANDED_ONLY = (
+    "cu_seq_lens_q",
+    "cu_seq_lens_k",
+    "max_length_q",
+    "max_length_k",
+    "position_bias",
+    "softcap",
+    "is_causal",
+)
+
+
+def registered_name(original: str) -> str:
+    """The name under which patched models with attention ``original`` look up their function; registers it.
+
+    The name avoids "flash" and "sdpa": transformers draws conclusions from those.
+    """
+    name = "mla_latent_over_" + original.replace("flash", "fl").replace("sdpa", "sd").replace("/", "_")
+    if name not in ALL_ATTENTION_FUNCTIONS.valid_keys():
+        if original not in _SDPA_MASKED and original not in ALL_MASK_ATTENTION_FUNCTIONS.valid_keys():
+            raise PatchError(
+                f"the model's attention implementation {original!r} has no mask function registered with transformers, "
+                'so what its tokens may see is not known here: call model.set_attn_implementation("sdpa") first'
+            )
+        mask = sdpa_mask if original in _SDPA_MASKED else ALL_MASK_ATTENTION_FUNCTIONS[original]
+        AttentionInterface.register(name, functools.partial(latent_attention, original=original))
+        AttentionMaskInterface.register(name, mask)
+    return name
+
+
+def passed_through(kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
+    """Stands in for a patched module's ``expand_kv``: latents reach the attention function as they are."""
+    return kv_nope, k_rot
+
+
+def latent_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    *,
+    original: str,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """The registered attention function: expanded or absorbed, as the pre-hook decided.
+
+    ``query`` is [B,H,S,N+R]; ``key`` and ``value`` are the cached [B,1,T,C] and [B,1,T,R]. Returns
+    [B,S,H,V] (or [B,S,H,C], where the value side is fused and absorbed) and the attention weights, if
+    the original gave any.
+    """
+    layer = layer_of(module)
+    run = functools.partial(
+        _run_original, original, module, query, mask=attention_mask, scaling=scaling, dropout=dropout, kwargs=kwargs
+    )
+    if layer is None:  # another model, unpatched, that shares its config with a patched one
+        return run(key, value)
+    call = layer.slot.get()
+    if call is None or not call.absorbed:
+        return run(*type(module).expand_kv(module, key, value))  # type: ignore[operator]
+    if unknown := sorted(k for k, v in kwargs.items() if v is not None and k not in HARMLESS):
+        raise PatchError(
+            f"{layer.name}: the attention function was called with {', '.join(unknown)}, which the absorbed form does "
+            "not know; patch with prefill_threshold=0 and report the model, or unpatch it"
+        )
+    scale = layer.geometry.scale if scaling is None else scaling
+    out = layer.attend(query, key[:, 0], value[:, 0], attention_mask, scale, call, lower_right="flash" in original)
+    return out, None
+
+
+def _run_original(
+    original: str,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mask: Any,
+    scaling: float | None,
+    dropout: float,
+    kwargs: dict[str, Any],
+) -> tuple[Tensor, Tensor | None]:
+    """The model's original attention function, with the mask in the form it takes."""
+    function = _original_function(original, module)
+    width = value.shape[-1]
+    if original in _ADDING and (mask is None or isinstance(mask, Tensor)):
+        mask = additive(mask, query, key.shape[2])
+    elif original == "sdpa" and query.device.type == "cpu" and width < key.shape[-1]:
+        # PyTorch's CPU flash kernel wants one width for keys and values; without it memory grows quadratically.
+        value = nn.functional.pad(value, (0, key.shape[-1] - width))
+    out, weights = function(module, query, key, value, mask, scaling=scaling, dropout=dropout, **kwargs)
+    return out[..., :width], weights
+
+
+def _original_function(original: str, module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    if original != "eager":
+        return ALL_ATTENTION_FUNCTIONS[original]  # type: ignore[no-any-return]
+    return sys.modules[type(module).__module__].eager_attention_forward  # type: ignore[no-any-return]
+
+
+@functools.cache
+def _positional(kind: type[nn.Module]) -> tuple[str, ...]:
+    return tuple(inspect.signature(kind.forward).parameters)[1:]
+
+
+def begin_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Forward pre-hook: adopt the cache, follow changed weights, and decide how this call runs."""
+    layer = layer_of(module)
+    assert layer is not None
+    given = dict(zip(_positional(type(module)), args, strict=False)) | kwargs
+    hidden = given["hidden_states"]
+    cache = given.get("cache", given.get("past_key_values"))
+    if cache is not None and layer.options.cache == "latent" and not getattr(cache, "offloading", False):
+        adopt(cache, module.layer_idx)  # type: ignore[arg-type]
+    possible = not wants_gradients(module, hidden) and not _needs_original(module, given)
+    absorbed = possible and _cheaper_absorbed(module, layer, hidden.shape[-2], cache, given.get("attention_mask"))
+    prefill = hidden.shape[-2] > 1
+    if not torch.compiler.is_compiling() and (absorbed or (possible and prefill and hidden.device.type != "cpu")):
+        layer.follow_weights(module, decoding=not prefill)
+    layer.slot.set(Call(absorbed, capacity=bool(getattr(cache, "is_compileable", False))))
+
+
+def _needs_original(module: nn.Module, given: dict[str, Any]) -> bool:
+    """Whether the call asks for something that only the original attention function does."""
+    if given.get("output_attentions") or getattr(module.config, "output_attentions", False):
+        return True
+    if module.training and getattr(module, "attention_dropout", 0.0):
+        return True
+    return any(given.get(name) is not None for name in EXPANDED_ONLY)
+
+
+def _cheaper_absorbed(module: nn.Module, layer: AbsorbedLayer, q_len: int, cache: Any, mask: Any) -> bool:
+    """Whether latent space costs less than expanding, and can express the mask."""
+    kv_len = q_len
+    if isinstance(mask, Tensor):
+        kv_len = mask.shape[-1]
+    elif cache is not None:
+        kv_len = cache.get_mask_sizes(q_len, module.layer_idx)[0]
+    return layer.prefers_absorbed(q_len, kv_len) and representable(mask, layer.geometry.num_heads)
+
+
+def end_call(module: nn.Module, args: Any, output: Any) -> None:
+    """Forward hook, called even after an exception: nothing of a call outlives it."""
+    layer = layer_of(module)
+    if layer is not None:
+        layer.slot.set(None)
+
+
+for _name in _KNOWN_ORIGINALS:
+    registered_name(_name)

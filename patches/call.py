@@ -1,0 +1,52 @@
+"""What the parts of one attention call tell each other: the decision, and the fused query.
+
+The forward pre-hook decides once; the projections and the attention function obey; a forward hook
+that is always called clears. Calls of several threads do not see each other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+
+import torch
+
+
+@dataclasses.dataclass
+class Call:
+    """One call of an attention module.
+
+    Attributes:
+        absorbed: whether attention runs in latent space.
+        capacity: whether the cache hands out its capacity rather than its content (``StaticCache``).
+        q_latent: [B,S,H,C], where the query projection is fused and has run.
+    """
+
+    absorbed: bool
+    capacity: bool = False
+    q_latent: torch.Tensor | None = None
+
+
+class CallSlot:
+    """The present call of one module in this thread; copies and pickles are empty."""
+
+    def __init__(self) -> None:
+        self._local = threading.local()
+        self._traced: Call | None = None
+
+    def __reduce__(self) -> tuple[type[CallSlot], tuple[()]]:
+        return CallSlot, ()
+
+    def set(self, call: Call | None) -> None:
+        """Begin (or, with None, end) a call."""
+        # Compiled code runs one trace at a time, and cannot trace thread-local state.
+        if torch.compiler.is_compiling():
+            self._traced = call
+        else:
+            self._local.call = call
+
+    def get(self) -> Call | None:
+        """The call under way, None outside one."""
+        if torch.compiler.is_compiling():
+            return self._traced
+        return getattr(self._local, "call", None)

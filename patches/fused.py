@@ -1,0 +1,66 @@
+"""The projections of the fused form, as forwards of two module instances.
+
+No submodule is replaced: names, types and adapter targets stay. In an absorbed call the query
+projection multiplies by ``qk_absorbed`` and gives the attention module only what it still has to
+rotate; the lifted query waits in the call. The output projection multiplies by ``ov_absorbed``. In
+every other call both are what they were.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from mla_convert.patches.layer import AbsorbedLayer
+
+
+class _InstanceForward:
+    """A forward set on one Linear; ``inner`` is what stood there before (None: the class's own)."""
+
+    def __init__(self, layer: AbsorbedLayer, linear: nn.Linear) -> None:
+        self.layer = layer
+        self.linear = linear
+        self.inner: Any = linear.__dict__.get("forward")
+
+    def install(self) -> None:
+        """Set this object as the forward of its Linear."""
+        self.linear.forward = self  # type: ignore[method-assign, assignment]
+
+    def remove(self) -> None:
+        """Put back what stood there."""
+        del self.linear.forward
+        if self.inner is not None:
+            self.linear.forward = self.inner
+
+    def original(self, x: Tensor) -> Tensor:
+        """The projection as it was."""
+        out: Tensor = self.inner(x) if self.inner is not None else type(self.linear).forward(self.linear, x)
+        return out
+
+
+class FusedQuery(_InstanceForward):
+    """``q_b_proj`` or ``q_proj`` with the fused key side: [B,S,Q] to [B,S,H·(N+R)]."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """In an absorbed call the N content columns are zeros, which nobody reads."""
+        call = self.layer.slot.get()
+        if call is None or not call.absorbed:
+            return self.original(x)
+        g = self.layer.geometry
+        heads = nn.functional.linear(x, self.layer.qk_absorbed).view(*x.shape[:-1], -1, g.latent_width)
+        call.q_latent = heads[..., : g.kv_lora_rank]
+        query = heads.new_zeros(*heads.shape[:-1], g.qk_head_dim)
+        query[..., g.qk_nope_head_dim :] = heads[..., g.kv_lora_rank :]
+        return query.flatten(-2)
+
+
+class FusedOutput(_InstanceForward):
+    """``o_proj`` with the fused value side: [B,S,H·C] in an absorbed call, [B,S,H·V] elsewhere, to [B,S,D]."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The call decides, not the width: C may equal V."""
+        call = self.layer.slot.get()
+        if call is None or not call.absorbed:
+            return self.original(x)
+        return nn.functional.linear(x, self.layer.ov_absorbed, self.linear.bias)

@@ -1,0 +1,104 @@
+"""What a patched attention module carries: its absorbed weights, its options, and the present call."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mla_convert.absorption import Forms
+from mla_convert.kernels import absorbed_decode
+from mla_convert.patches.call import Call, CallSlot
+from mla_convert.patches.masks import visibility
+from mla_convert.patches.weights import AbsorbedWeights, Stored
+
+logger = logging.getLogger(__name__)
+
+#: Name of the submodule on each patched attention module.
+ATTRIBUTE = "mla_absorbed"
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """How patched modules behave; see ``mla_convert.patch``."""
+
+    backend: str = "auto"
+    prefill_threshold: int | str = "auto"
+    cache: str = "latent"
+
+
+class AbsorbedLayer(AbsorbedWeights):
+    """The absorbed side of one attention module, as its submodule ``mla_absorbed``."""
+
+    def __init__(self, owner: nn.Module, name: str, forms: Forms, options: Options, stored: Stored | None) -> None:
+        super().__init__(owner, forms, stored)
+        self.name = name
+        self.options = options
+        self.slot = CallSlot()
+
+    def prefers_absorbed(self, q_len: int, kv_len: int) -> bool:
+        """Whether S new tokens over T cached ones cost less in latent space (multiplications per head).
+
+        Absorbed: ``S·(C(N+V) + T(2C+R))``; expanded: ``T·C(N+V) + S·T(N+R+V)``. One token is always absorbed, and
+        a number given as ``prefill_threshold`` replaces the rule.
+        """
+        if isinstance(self.options.prefill_threshold, int):
+            return q_len <= self.options.prefill_threshold
+        if q_len == 1:
+            return True
+        g = self.geometry
+        lift = g.kv_lora_rank * (g.qk_nope_head_dim + g.v_head_dim)
+        longer = 2 * g.kv_lora_rank - g.qk_nope_head_dim - g.v_head_dim
+        return q_len * (lift + kv_len * longer) < kv_len * lift
+
+    def follow_weights(self, owner: nn.Module, *, decoding: bool) -> None:
+        """Keep the absorbed weights true to ``owner``'s; on accelerators the sample is compared in prefill only."""
+        look = not decoding or self.sources[0].weight.device.type == "cpu"
+        if self.follow(owner, look=look):
+            logger.info("%s: the source weights changed; absorbed weights were made anew from them", self.name)
+
+    def attend(
+        self, query: Tensor, latent: Tensor, k_rope: Tensor, mask: Tensor | None, scale: float, call: Call, **form: Any
+    ) -> Tensor:
+        """Attention in latent space.
+
+        Args:
+            query: [B,H,S,N+R], rotated; its content part is not read where ``call.q_latent`` is there.
+            latent, k_rope: [B,T,C] and [B,T,R], as cached.
+            mask: what transformers made; see ``patches.masks``.
+            form: ``lower_right`` of :func:`visibility`.
+
+        Returns:
+            [B,S,H,V], or [B,S,H,C] where the value side is fused.
+        """
+        batch, _, q_len, _ = query.shape
+        nope = self.geometry.qk_nope_head_dim
+        q_latent = self.lift_query(query[..., :nope]) if call.q_latent is None else call.q_latent
+        seen = visibility(mask, batch, q_len, latent.shape[1], capacity=call.capacity, **form)
+        out, _ = absorbed_decode(
+            q_latent,
+            query[..., nope:].transpose(1, 2),
+            latent[:, : seen.stop],
+            k_rope[:, : seen.stop],
+            scale=scale,
+            kv_lens=seen.kv_lens,
+            mask=seen.mask,
+            backend=self.options.backend,
+        )
+        return out if self.forms.vo == "fused" else self.lift_output(out)
+
+
+def layer_of(module: nn.Module) -> AbsorbedLayer | None:
+    """The absorbed side of an attention module; None where it is not patched."""
+    layer = module._modules.get(ATTRIBUTE)
+    return layer if isinstance(layer, AbsorbedLayer) else None
+
+
+def wants_gradients(module: nn.Module, hidden: Tensor) -> bool:
+    """Whether this call is part of a graph: absorbed weights carry no gradients, so it must run expanded."""
+    if not torch.is_grad_enabled():
+        return False
+    return hidden.requires_grad or any(p.requires_grad for p in module.parameters())

@@ -1,0 +1,101 @@
+"""What attention masks mean, and turning one form into another.
+
+transformers hands an attention function one of: nothing, a boolean [B,1,S,T] (True attends), an
+additive float [B,1,S,T], or, for flash attention, the padding mask [B,T]. Nothing means: with one
+new token, everything is visible; with S = T, causal; with 1 < S < T (the first prefill into a
+``StaticCache``) the first S keys, causal from the upper left. Flash attention aligns to the lower
+right instead.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+
+@dataclasses.dataclass(frozen=True)
+class Visibility:
+    """What the new tokens may see, as ``absorbed_decode`` takes it.
+
+    Attributes:
+        stop: cached positions that count; the rest of the cache is left out.
+        mask: bool [B,S,stop], or None.
+        kv_lens: int64 [B], or None for ``stop``.
+    """
+
+    stop: int
+    mask: torch.Tensor | None = None
+    kv_lens: torch.Tensor | None = None
+
+
+def representable(mask: Any, heads: int) -> bool:
+    """Whether the absorbed kernel can express ``mask``: one pattern for all heads, and attend or not.
+
+    A float mask is read (a synchronisation on an accelerator) unless code is being compiled, where it
+    is taken for a bias.
+    """
+    if mask is None:
+        return True
+    if not isinstance(mask, torch.Tensor) or mask.dim() not in (2, 4):
+        return False
+    if mask.dim() == 2:
+        return True
+    if mask.shape[1] != 1 and heads != 1:
+        return False
+    if mask.dtype == torch.bool:
+        return True
+    if not mask.is_floating_point() or torch.compiler.is_compiling():
+        return False
+    return bool(((mask == 0) | _hidden(mask)).all())
+
+
+def _hidden(mask: torch.Tensor) -> torch.Tensor:
+    """Where an additive mask hides: −inf or the dtype's lowest number (or half of it, after a cast)."""
+    return mask <= torch.finfo(mask.dtype).min / 2
+
+
+def visibility(
+    mask: torch.Tensor | None, batch: int, q_len: int, kv_len: int, *, capacity: bool, lower_right: bool
+) -> Visibility:
+    """``mask``, one that :func:`representable` accepts, as arguments of ``absorbed_decode``.
+
+    Args:
+        capacity: ``kv_len`` is what the cache can hold, not what it holds (``StaticCache``); where it ends
+            is then worked out on the device, without a synchronisation.
+        lower_right: None means causal to the lower right (flash attention) if 1 < S < T.
+    """
+    if mask is None:
+        return Visibility(q_len if 1 < q_len < kv_len and not lower_right else kv_len)
+    if mask.dim() == 2:
+        stop = min(kv_len, mask.shape[1])
+        return Visibility(stop, mask[:, None, :stop].to(torch.bool).expand(batch, q_len, stop))
+    seen = mask[:, 0] if mask.dtype == torch.bool else ~_hidden(mask[:, 0])
+    seen = seen[..., :kv_len].expand(batch, q_len, -1)
+    if capacity:
+        return Visibility(kv_len, seen, _lengths(seen))
+    # One new token sees all that is stored unless the mask hides it; several may see what a causal rule would hide.
+    open_end = None if q_len == 1 else torch.full((batch,), kv_len + q_len - 1, device=mask.device)
+    return Visibility(kv_len, seen, open_end)
+
+
+def _lengths(seen: torch.Tensor) -> torch.Tensor:
+    """Smallest ``kv_lens`` [B] under which the causal rule hides nothing that ``seen`` [B,S,T] shows."""
+    q_len, kv_len = seen.shape[1:]
+    after_last = (seen * torch.arange(1, kv_len + 1, device=seen.device)).amax(dim=-1)
+    room = torch.arange(q_len - 1, -1, -1, device=seen.device)
+    return (after_last + room).amax(dim=-1)
+
+
+def additive(mask: torch.Tensor | None, query: torch.Tensor, kv_len: int) -> torch.Tensor | None:
+    """``mask`` as numbers to add to the logits; causal from the upper left when there is none and S > 1."""
+    q_len = query.shape[2]
+    if mask is None:
+        if q_len == 1:
+            return None
+        mask = torch.ones(q_len, kv_len, dtype=torch.bool, device=query.device).tril()[None, None]
+    if mask.dtype != torch.bool:
+        return mask
+    lowest = torch.finfo(query.dtype).min
+    return torch.zeros(mask.shape, dtype=query.dtype, device=query.device).masked_fill_(~mask, lowest)

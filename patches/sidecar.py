@@ -1,0 +1,104 @@
+"""Absorbed weights from disk for a model in memory: do they belong to it?
+
+Where a projection is still in the dtype its source had, its hash must be the source's: one changed
+bit is refused. Where it was dequantized or cast on the way, stored and present weights may differ by
+the roundings involved, and by nothing more (:mod:`mla_convert.belonging`).
+"""
+
+from __future__ import annotations
+
+import os
+
+import transformers
+from torch import Tensor, nn
+
+from mla_convert.absorption import Forms
+from mla_convert.belonging import Comparison, compare_factored, compare_fused_ov, compare_fused_qk
+from mla_convert.checkpoint import tensor_digest
+from mla_convert.errors import MismatchError, UsageError
+from mla_convert.formats import plain
+from mla_convert.manifest import SourceTensor, StoredLayer
+from mla_convert.patches.weights import Stored, module_geometry, query_name
+from mla_convert.storage import AbsorbedCheckpoint
+
+
+class Sidecar:
+    """An :class:`AbsorbedCheckpoint` being given to the attention modules of one model."""
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.store = AbsorbedCheckpoint.open(folder)
+        self.label = os.fspath(folder)
+
+    def stored(self, name: str, module: nn.Module, asked: Forms) -> Stored:
+        """The absorbed weights of ``module``, after checking that they belong to it.
+
+        Raises:
+            MismatchError: naming layer, tensor and how far off it is.
+            UsageError: a form was asked for that the sidecar does not hold.
+        """
+        index = int(module.layer_idx)  # type: ignore[arg-type]
+        if index not in self.store.layers:
+            raise MismatchError(f"{self.label} has no layer {index}, which {name} is: it was made from another model")
+        layer = self.store.layers[index]
+        for side in ("qk", "vo"):
+            wanted, found = getattr(asked, side), getattr(layer, side)
+            if wanted not in ("auto", found):
+                raise UsageError(
+                    f"the {side} side was asked for as {wanted}, and {self.label} holds it {found}: "
+                    "leave the form out, or convert again"
+                )
+        self.store.check_geometry(index, module_geometry(module))
+        tensors = self.store.layer_tensors(index)
+        qk, vo = tensors.get("k_b", tensors.get("qk")), tensors.get("v_b", tensors.get("ov"))
+        assert qk is not None and vo is not None
+        self._check(index, layer, module, tensors)
+        return Stored(Forms(layer.qk, layer.vo), qk, vo)
+
+    def _check(self, index: int, layer: StoredLayer, module: nn.Module, tensors: dict[str, Tensor]) -> None:
+        cast: list[SourceTensor] = []
+        for source in (self.store.manifest.source.tensors[name] for name in layer.sources):
+            weight = getattr(module, source.name.split(".")[-2]).weight.detach()
+            if source.quantized or plain(weight.dtype) != source.dtype:
+                cast.append(source)
+            elif tensor_digest(weight.cpu()) != source.sha256:
+                error = self._worst(layer, module, tensors, None).error
+                raise MismatchError(
+                    f"layer {index}: {source.name} of the model is not what {self.label} was made from (same dtype, "
+                    f"other bits; relative error {error:.1e}): use the weights made from this model, or convert again"
+                )
+        if not cast:
+            return
+        found = self._worst(layer, module, tensors, cast[0])
+        if not found.fits:
+            raise MismatchError(self._too_far(index, cast, found))
+
+    def _worst(
+        self, layer: StoredLayer, module: nn.Module, tensors: dict[str, Tensor], cast: SourceTensor | None
+    ) -> Comparison:
+        g = layer.geometry
+        dtype = None if cast is None else cast.source_dtype
+        kv_b = module.kv_b_proj.weight.detach()  # type: ignore[union-attr, operator]
+        found = []
+        if "k_b" in tensors or "v_b" in tensors:
+            found.append(compare_factored(tensors.get("k_b"), tensors.get("v_b"), kv_b, g, source_dtype=dtype))
+        if "qk" in tensors:
+            query = getattr(module, query_name(module)).weight.detach()
+            found.append(compare_fused_qk(tensors["qk"], kv_b, query, g, source_dtype=dtype))
+        if "ov" in tensors:
+            o = module.o_proj.weight.detach()  # type: ignore[union-attr, operator]
+            found.append(compare_fused_ov(tensors["ov"], kv_b, o, g, source_dtype=dtype))
+        return max(found, key=lambda comparison: comparison.excess)
+
+    def _too_far(self, index: int, cast: list[SourceTensor], found: Comparison) -> str:
+        names = ", ".join(source.name for source in cast)
+        message = (
+            f"layer {index}: {self.label} and the model's {names} differ by a relative error of {found.error:.1e} "
+            f"({found.where}); rounding explains {found.bound:.1e} at most"
+        )
+        if any(source.quantized for source in cast):
+            message += (
+                f". The source is in FP8 blocks, and transformers {transformers.__version__} misreads those on a CPU "
+                "where a weight's rows or columns are not whole blocks: load it with mla_convert.load(folder), which "
+                "dequantizes by the config's block size"
+            )
+        return message + ". Otherwise use the weights made from this model, or convert again"
