@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import io
 import json
 import math
 import os
@@ -65,7 +66,7 @@ def read_header(file: pathlib.Path) -> dict[str, Piece]:
             _check_beginning(file, start, length, size)
             text = stream.read(length)
     except OSError as error:
-        raise CheckpointError(f"{file} cannot be read ({error.strerror}); {_AGAIN} or check its rights") from error
+        raise _unreadable(file, error) from error
     header = parse_json(text, what=f"the header of {file}", hint=_AGAIN)
     header.pop("__metadata__", None)
     pieces = {name: _piece(file, name, entry, 8 + length) for name, entry in header.items()}
@@ -76,17 +77,27 @@ def read_header(file: pathlib.Path) -> dict[str, Piece]:
 def read_piece(piece: Piece) -> torch.Tensor:
     """The tensor in memory of its own; nothing else of the file is read."""
     data = torch.empty(piece.nbytes, dtype=torch.uint8)
-    view = data.numpy().data
-    with piece.file.open("rb", buffering=0) as stream:
-        stream.seek(piece.start)
-        done = 0
-        # One read returns at most 2 GiB.
-        while done < piece.nbytes:
-            count = stream.readinto(view[done:])
-            if not count:
-                raise CheckpointError(f"{piece.file} ends inside {piece.name}: it was cut short while open; {_AGAIN}")
-            done += count
+    try:
+        with piece.file.open("rb", buffering=0) as stream:
+            stream.seek(piece.start)
+            done = _fill(stream, data.numpy().data)
+    except OSError as error:
+        raise _unreadable(piece.file, error) from error
+    if done < piece.nbytes:
+        raise CheckpointError(f"{piece.file} ends inside {piece.name}: it was cut short while open; {_AGAIN}")
     return data.view(piece.dtype).reshape(piece.shape)
+
+
+def _fill(stream: io.RawIOBase, view: memoryview) -> int:
+    """Read until ``view`` is full or the file ends (one read returns at most 2 GiB); the bytes read."""
+    done = 0
+    while done < len(view) and (count := stream.readinto(view[done:])):
+        done += count
+    return done
+
+
+def _unreadable(file: pathlib.Path, error: OSError) -> CheckpointError:
+    return CheckpointError(f"{file} cannot be read ({error.strerror}); {_AGAIN} or check its rights")
 
 
 def parse_json(text: bytes, *, what: str, hint: str) -> dict[str, Any]:

@@ -87,6 +87,7 @@ def config_v3(**changes: Any) -> dict[str, Any]:
         "num_experts_per_tok": 1,
         "n_group": 1,
         "topk_group": 1,
+        "routed_scaling_factor": 1.5,
         "max_position_embeddings": 64,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
         "dtype": "float32",
@@ -204,7 +205,8 @@ def split_native(tensors: Tensors, parts: int, experts: int) -> list[Tensors]:
 def native_config(config: dict[str, Any], **changes: Any) -> dict[str, Any]:
     """DeepSeek's own keys for an HF config."""
     native = {new: config[old] or 0 for old, new in NATIVE_CONFIG.items()}
-    native |= {new: config["rope_parameters"][old] for old, new in NATIVE_ROPE.items()}
+    rope = config["rope_parameters"]
+    native |= {new: rope[old] for old, new in NATIVE_ROPE.items() if old in rope}
     native["dtype"] = "bf16"
     if config["model_type"] == "deepseek_v3":
         native["score_func"] = "sigmoid"
