@@ -95,7 +95,7 @@ class Recipe:
 def model_config(arch: str) -> PreTrainedConfig:
     """The shape of the example for ``deepseek_v3`` (query rank, YaRN) or ``deepseek_v2`` (neither)."""
     if arch == "deepseek_v3":
-        groups = {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}
+        groups: dict[str, Any] = {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}
         return DeepseekV3Config(**SHAPE, **groups, q_lora_rank=96, rope_parameters=dict(YARN))
     groups = {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0, "norm_topk_prob": False}
     return DeepseekV2Config(**SHAPE, **groups, q_lora_rank=None, topk_method="greedy")
