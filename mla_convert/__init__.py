@@ -13,13 +13,23 @@ from mla_convert.version import __version__
 if TYPE_CHECKING:
     from mla_convert.conversion import convert as convert
     from mla_convert.geometry import MLAGeometry as MLAGeometry
+    from mla_convert.patches.apply import patch as patch
+    from mla_convert.patches.apply import patched as patched
+    from mla_convert.patches.apply import unpatch as unpatch
+    from mla_convert.patches.cache import LatentCache as LatentCache
+    from mla_convert.patches.loading import load as load
 
 _LAZY = {
+    "LatentCache": "mla_convert.patches.cache",
     "MLAGeometry": "mla_convert.geometry",
     "convert": "mla_convert.conversion",
+    "load": "mla_convert.patches.loading",
+    "patch": "mla_convert.patches.apply",
+    "patched": "mla_convert.patches.apply",
+    "unpatch": "mla_convert.patches.apply",
 }
 
-__all__ = ["MLAGeometry", "__version__", "convert"]
+__all__ = ["LatentCache", "MLAGeometry", "__version__", "convert", "load", "patch", "patched", "unpatch"]
 
 
 def __getattr__(name: str) -> Any:

@@ -13,14 +13,14 @@ import transformers
 from torch import nn
 from transformers import PreTrainedModel
 
-from mla_convert.absorption import Forms, choose_form
+from mla_convert.absorption import FORMS, Form, Forms, choose_form
 from mla_convert.architectures import FAMILIES, Family
 from mla_convert.errors import PatchError, UnsupportedModelError, UsageError
 from mla_convert.kernels.dispatch import choose_backend, describe_backend
 from mla_convert.patches.attention import begin_call, end_call, passed_through, registered_name
 from mla_convert.patches.fused import FusedOutput, FusedQuery
 from mla_convert.patches.layer import ATTRIBUTE, AbsorbedLayer, Options, layer_of
-from mla_convert.patches.sidecar import Sidecar
+from mla_convert.patches.sidecar import Asked, Sidecar
 from mla_convert.patches.weights import check_projection, module_geometry, query_name
 
 logger = logging.getLogger(__name__)
@@ -156,14 +156,16 @@ def patch(
         for part in ("kv_b_proj", query_name(module), "o_proj"):
             check_projection(f"{name}.{part}", getattr(module, part))
     sidecar = None if absorbed is None else Sidecar(absorbed)
-    asked = Forms(qk=qk or form, vo=vo or form)  # type: ignore[arg-type]
+    asked = Asked(qk or form, vo or form)
     original = _text_config(modules[0][1])._attn_implementation
     registered = registered_name(original)
     layers = [_build(name, module, family, asked, options, sidecar) for name, module in modules]
     for (_, module), layer in zip(modules, layers, strict=True):
         _install(module, layer)
     model.set_attn_implementation(registered)
-    state = PatchState(family.model_type if family else "unknown", original, options, sidecar and sidecar.label)
+    state = PatchState(
+        family.model_type if family else "unknown", original, options, None if sidecar is None else sidecar.label
+    )
     object.__setattr__(model, _STATE, state)
     handle = PatchHandle(model)
     logger.info("%s", handle.describe())
@@ -257,7 +259,7 @@ def _family_of(model: Any, modules: Sequence[nn.Module], *, allow_unknown: bool)
 
 
 def _build(
-    name: str, module: nn.Module, family: Family | None, asked: Forms, options: Options, sidecar: Sidecar | None
+    name: str, module: nn.Module, family: Family | None, asked: Asked, options: Options, sidecar: Sidecar | None
 ) -> AbsorbedLayer:
     if sidecar is not None:
         stored = sidecar.stored(name, module, asked)
@@ -265,22 +267,27 @@ def _build(
     return AbsorbedLayer(module, name, _resolve(module, family, asked), options, None)
 
 
-def _resolve(module: nn.Module, family: Family | None, asked: Forms) -> Forms:
+def _resolve(module: nn.Module, family: Family | None, asked: Asked) -> Forms:
     """The form of each side, "auto" resolved; a side that may not be fused is refused, or factored under "auto"."""
     cheaper = choose_form(module_geometry(module))
-    chosen = {}
-    for side, wanted in (("qk", asked.qk), ("vo", asked.vo)):
-        if wanted not in ("auto", "factored", "fused"):
-            raise UsageError(f"form {wanted!r} is not known; choose factored, fused or auto")
-        fusable = family is not None and getattr(family, f"fuse_{side}")
-        if wanted == "fused" and not fusable:
-            raise UsageError(
-                f"the {side} side of {type(module).__name__} cannot be fused: something happens between its two "
-                "projections, or it is not known; use form='auto' or 'factored'"
-            )
-        best = getattr(cheaper, side) if fusable else "factored"
-        chosen[side] = best if wanted == "auto" else wanted
-    return Forms(**chosen)
+    return Forms(
+        qk=_resolve_side("key", asked.qk, cheaper.qk, family is not None and family.fuse_qk),
+        vo=_resolve_side("value", asked.vo, cheaper.vo, family is not None and family.fuse_vo),
+    )
+
+
+def _resolve_side(side: str, wanted: str, cheaper: Form, fusable: bool) -> Form:
+    if wanted == "fused" and not fusable:
+        raise UsageError(
+            f"the {side} side of this model cannot be fused: something happens between its two projections, or the "
+            "family is not known; use form='auto' or 'factored'"
+        )
+    if wanted == "auto":
+        return cheaper if fusable else "factored"
+    for form in FORMS:
+        if wanted == form:
+            return form
+    raise UsageError(f"form {wanted!r} is not known; choose factored, fused or auto")
 
 
 def _install(module: nn.Module, layer: AbsorbedLayer) -> None:
@@ -289,20 +296,26 @@ def _install(module: nn.Module, layer: AbsorbedLayer) -> None:
     module.register_forward_pre_hook(begin_call, with_kwargs=True)
     module.register_forward_hook(end_call, always_call=True)
     if layer.forms.qk == "fused":
-        FusedQuery(layer, getattr(module, query_name(module))).install()
+        FusedQuery(layer, _linear(module, query_name(module))).install()
     if layer.forms.vo == "fused":
-        FusedOutput(layer, module.o_proj).install()  # type: ignore[arg-type]
+        FusedOutput(layer, _linear(module, "o_proj")).install()
 
 
 def _uninstall(module: nn.Module, layer: AbsorbedLayer) -> None:
-    for linear in (getattr(module, query_name(module)), module.o_proj):
-        forward = linear.__dict__.get("forward")  # type: ignore[union-attr]
+    for name in (query_name(module), "o_proj"):
+        forward = _linear(module, name).__dict__.get("forward")
         if isinstance(forward, FusedQuery | FusedOutput):
             forward.remove()
     _remove_hook(module, begin_call)
     _remove_hook(module, end_call)
     del module.expand_kv
     delattr(module, ATTRIBUTE)
+
+
+def _linear(module: nn.Module, name: str) -> nn.Linear:
+    linear = getattr(module, name)
+    assert isinstance(linear, nn.Linear)
+    return linear
 
 
 def _remove_hook(module: nn.Module, function: Any) -> None:
@@ -313,7 +326,7 @@ def _remove_hook(module: nn.Module, function: Any) -> None:
     ):
         for number in [number for number, hook in hooks.items() if hook is function]:
             for table in (hooks, *extras):
-                table.pop(number, None)  # type: ignore[attr-defined]
+                table.pop(number, None)
 
 
 def _state_of(model: Any) -> PatchState:

@@ -101,7 +101,7 @@ def latent_attention(
         return run(key, value)
     call = layer.slot.get()
     if call is None or not call.absorbed:
-        return run(*type(module).expand_kv(module, key, value))  # type: ignore[operator]
+        return run(*_expand(module, key, value))
     if unknown := sorted(k for k, v in kwargs.items() if v is not None and k not in HARMLESS):
         raise PatchError(
             f"{layer.name}: the attention function was called with {', '.join(unknown)}, which the absorbed form does "
@@ -110,6 +110,12 @@ def latent_attention(
     scale = layer.geometry.scale if scaling is None else scaling
     out = layer.attend(query, key[:, 0], value[:, 0], attention_mask, scale, call, lower_right="flash" in original)
     return out, None
+
+
+def _expand(module: Any, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values of all heads, by the model's own function, which the instance hides."""
+    keys, values = type(module).expand_kv(module, key, value)
+    return keys, values
 
 
 def _run_original(
@@ -143,7 +149,7 @@ def _original_function(original: str, module: nn.Module) -> Callable[..., tuple[
 
 
 @functools.cache
-def _positional(kind: type[nn.Module]) -> tuple[str, ...]:
+def _positional(kind: type[Any]) -> tuple[str, ...]:
     return tuple(inspect.signature(kind.forward).parameters)[1:]
 
 
@@ -151,7 +157,7 @@ def begin_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     """Forward pre-hook: adopt the cache, follow changed weights, and decide how this call runs."""
     layer = layer_of(module)
     assert layer is not None
-    given = dict(zip(_positional(type(module)), args, strict=False)) | kwargs
+    given = dict(zip(_positional(type(module)), args, strict=False)) | kwargs  # type: ignore[arg-type]
     hidden = given["hidden_states"]
     cache = given.get("cache", given.get("past_key_values"))
     if cache is not None and layer.options.cache == "latent" and not getattr(cache, "offloading", False):
@@ -168,7 +174,7 @@ def _needs_original(module: nn.Module, given: dict[str, Any]) -> bool:
     """Whether the call asks for something that only the original attention function does."""
     if given.get("output_attentions") or getattr(module.config, "output_attentions", False):
         return True
-    if module.training and getattr(module, "attention_dropout", 0.0):
+    if module.training and getattr(module, "attention_dropout", False):
         return True
     return any(given.get(name) is not None for name in EXPANDED_ONLY)
 

@@ -19,7 +19,7 @@ from mla_convert.errors import UsageError
 SMALLEST_ROOM = 128
 
 
-class LatentLayer(DynamicLayer):
+class LatentLayer(DynamicLayer):  # type: ignore[no-untyped-call]
     """One layer's latents [B, T, C] and rotary keys [B, T, R], as rows [B, capacity, C + R] of which T are used.
 
     ``keys`` and ``values`` are what transformers calls them: [B, 1, T, C] and [B, 1, T, R], as views. A view
@@ -34,11 +34,11 @@ class LatentLayer(DynamicLayer):
         self.is_initialized = False
 
     @property
-    def keys(self) -> torch.Tensor | None:
+    def keys(self) -> torch.Tensor | None:  # type: ignore[override]
         return None if self.rows is None else self.rows[:, None, : self.length, : self.latent_width]
 
     @property
-    def values(self) -> torch.Tensor | None:
+    def values(self) -> torch.Tensor | None:  # type: ignore[override]
         return None if self.rows is None else self.rows[:, None, : self.length, self.latent_width :]
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -168,7 +168,7 @@ def adopt(cache: Cache, index: int) -> None:
     """Make layer ``index`` of ``cache`` a latent layer if it is a plain, still empty ``DynamicLayer``."""
     if getattr(cache, "layer_class_to_replicate", None) is DynamicLayer:
         while len(cache.layers) <= index:
-            cache.layers.append(DynamicLayer())
+            cache.layers.append(DynamicLayer())  # type: ignore[no-untyped-call]
     if index >= len(cache.layers):
         return
     layer = cache.layers[index]

@@ -7,10 +7,12 @@ the roundings involved, and by nothing more (:mod:`mla_convert.belonging`).
 
 from __future__ import annotations
 
+import dataclasses
 import os
+from typing import Any
 
 import transformers
-from torch import Tensor, nn
+from torch import Tensor
 
 from mla_convert.absorption import Forms
 from mla_convert.belonging import Comparison, compare_factored, compare_fused_ov, compare_fused_qk
@@ -22,6 +24,14 @@ from mla_convert.patches.weights import Stored, module_geometry, query_name
 from mla_convert.storage import AbsorbedCheckpoint
 
 
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """The form that a call asks for on each side: "factored", "fused" or "auto"."""
+
+    qk: str
+    vo: str
+
+
 class Sidecar:
     """An :class:`AbsorbedCheckpoint` being given to the attention modules of one model."""
 
@@ -29,14 +39,14 @@ class Sidecar:
         self.store = AbsorbedCheckpoint.open(folder)
         self.label = os.fspath(folder)
 
-    def stored(self, name: str, module: nn.Module, asked: Forms) -> Stored:
+    def stored(self, name: str, module: Any, asked: Asked) -> Stored:
         """The absorbed weights of ``module``, after checking that they belong to it.
 
         Raises:
             MismatchError: naming layer, tensor and how far off it is.
             UsageError: a form was asked for that the sidecar does not hold.
         """
-        index = int(module.layer_idx)  # type: ignore[arg-type]
+        index = int(module.layer_idx)
         if index not in self.store.layers:
             raise MismatchError(f"{self.label} has no layer {index}, which {name} is: it was made from another model")
         layer = self.store.layers[index]
@@ -54,7 +64,7 @@ class Sidecar:
         self._check(index, layer, module, tensors)
         return Stored(Forms(layer.qk, layer.vo), qk, vo)
 
-    def _check(self, index: int, layer: StoredLayer, module: nn.Module, tensors: dict[str, Tensor]) -> None:
+    def _check(self, index: int, layer: StoredLayer, module: Any, tensors: dict[str, Tensor]) -> None:
         cast: list[SourceTensor] = []
         for source in (self.store.manifest.source.tensors[name] for name in layer.sources):
             weight = getattr(module, source.name.split(".")[-2]).weight.detach()
@@ -73,11 +83,11 @@ class Sidecar:
             raise MismatchError(self._too_far(index, cast, found))
 
     def _worst(
-        self, layer: StoredLayer, module: nn.Module, tensors: dict[str, Tensor], cast: SourceTensor | None
+        self, layer: StoredLayer, module: Any, tensors: dict[str, Tensor], cast: SourceTensor | None
     ) -> Comparison:
         g = layer.geometry
         dtype = None if cast is None else cast.source_dtype
-        kv_b = module.kv_b_proj.weight.detach()  # type: ignore[union-attr, operator]
+        kv_b = module.kv_b_proj.weight.detach()
         found = []
         if "k_b" in tensors or "v_b" in tensors:
             found.append(compare_factored(tensors.get("k_b"), tensors.get("v_b"), kv_b, g, source_dtype=dtype))
@@ -85,7 +95,7 @@ class Sidecar:
             query = getattr(module, query_name(module)).weight.detach()
             found.append(compare_fused_qk(tensors["qk"], kv_b, query, g, source_dtype=dtype))
         if "ov" in tensors:
-            o = module.o_proj.weight.detach()  # type: ignore[union-attr, operator]
+            o = module.o_proj.weight.detach()
             found.append(compare_fused_ov(tensors["ov"], kv_b, o, g, source_dtype=dtype))
         return max(found, key=lambda comparison: comparison.excess)
 

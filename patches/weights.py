@@ -22,25 +22,29 @@ from mla_convert.geometry import MLAGeometry
 SAMPLED = 64
 
 
-def query_name(module: nn.Module) -> str:
+#: An attention module of transformers: its attributes differ by family, and are looked up when used.
+Owner = Any
+
+
+def query_name(module: Owner) -> str:
     """Which submodule makes the query's heads: ``q_b_proj``, or ``q_proj`` without a query rank."""
     return "q_proj" if getattr(module, "q_lora_rank", None) is None else "q_b_proj"
 
 
-def module_geometry(module: nn.Module) -> MLAGeometry:
+def module_geometry(module: Owner) -> MLAGeometry:
     """Dimensions of an attention module, from the module itself; the number of heads from its local weight."""
-    n, v = int(module.qk_nope_head_dim), int(module.v_head_dim)  # type: ignore[arg-type]
-    rows = module.kv_b_proj.weight.shape[0]  # type: ignore[union-attr, index]
+    n, v = int(module.qk_nope_head_dim), int(module.v_head_dim)
+    rows = module.kv_b_proj.weight.shape[0]
     q_rank = getattr(module, "q_lora_rank", None)
     return MLAGeometry(
-        hidden_size=int(module.o_proj.weight.shape[0]),  # type: ignore[union-attr, index, arg-type]
+        hidden_size=int(module.o_proj.weight.shape[0]),
         num_heads=rows // (n + v),
-        kv_lora_rank=int(module.kv_lora_rank),  # type: ignore[arg-type]
+        kv_lora_rank=int(module.kv_lora_rank),
         qk_nope_head_dim=n,
-        qk_rope_head_dim=int(module.qk_rope_head_dim),  # type: ignore[arg-type]
+        qk_rope_head_dim=int(module.qk_rope_head_dim),
         v_head_dim=v,
         q_lora_rank=None if q_rank is None else int(q_rank),
-        scale=float(module.scaling),  # type: ignore[arg-type]
+        scale=float(module.scaling),
     )
 
 
@@ -60,7 +64,7 @@ class Source:
         self.version = _version(weight)
         self.sample = _sample(weight)
 
-    def changed(self, owner: nn.Module, *, look: bool) -> bool:
+    def changed(self, owner: Owner, *, look: bool) -> bool:
         """Whether ``owner``'s projection of this name holds other numbers now; ``look`` compares the sample too.
 
         Raises:
@@ -112,7 +116,7 @@ class AbsorbedWeights(nn.Module):
     qk_absorbed: Tensor
     ov_absorbed: Tensor
 
-    def __init__(self, owner: nn.Module, forms: Forms, stored: Stored | None = None) -> None:
+    def __init__(self, owner: Owner, forms: Forms, stored: Stored | None = None) -> None:
         super().__init__()
         self.geometry = module_geometry(owner)
         self.forms = forms
@@ -122,7 +126,7 @@ class AbsorbedWeights(nn.Module):
         else:
             self._take(stored, owner)
 
-    def _source_names(self, owner: nn.Module) -> list[str]:
+    def _source_names(self, owner: Owner) -> list[str]:
         names = ["kv_b_proj"]
         if self.forms.qk == "fused":
             names.append(query_name(owner))
@@ -134,10 +138,10 @@ class AbsorbedWeights(nn.Module):
         self.register_buffer(name, tensor, persistent=False)
 
     @torch.no_grad()
-    def derive(self, owner: nn.Module) -> None:
+    def derive(self, owner: Owner) -> None:
         """Make the absorbed weights from ``owner``'s present projections, and remember those."""
         g = self.geometry
-        kv_b = owner.kv_b_proj.weight.detach()  # type: ignore[union-attr, operator]
+        kv_b = owner.kv_b_proj.weight.detach()
         w_uk, w_uv = split_kv_b(kv_b, g)
         if self.forms.qk == "fused":
             query = getattr(owner, query_name(owner)).weight.detach()
@@ -145,17 +149,17 @@ class AbsorbedWeights(nn.Module):
         else:
             self._keep("w_uk_t", w_uk.transpose(1, 2).contiguous())
         if self.forms.vo == "fused":
-            self._keep("ov_absorbed", fuse_ov(w_uv, owner.o_proj.weight.detach(), g, kv_b.dtype))  # type: ignore[union-attr, operator]
+            self._keep("ov_absorbed", fuse_ov(w_uv, owner.o_proj.weight.detach(), g, kv_b.dtype))
         else:
             self._keep("w_uv", w_uv.contiguous())
         for source in self.sources:
             source.remember()
 
-    def _take(self, stored: Stored, owner: nn.Module) -> None:
+    def _take(self, stored: Stored, owner: Owner) -> None:
         """Use ``stored`` weights, in ``owner``'s dtype and on its device."""
         g = self.geometry
-        like = owner.kv_b_proj.weight  # type: ignore[union-attr]
-        qk, vo = (t.to(device=like.device, dtype=like.dtype) for t in (stored.qk, stored.vo))  # type: ignore[arg-type]
+        like = owner.kv_b_proj.weight
+        qk, vo = (t.to(device=like.device, dtype=like.dtype) for t in (stored.qk, stored.vo))
         if self.forms.qk == "fused":
             self._keep("qk_absorbed", qk)
         else:
@@ -166,7 +170,7 @@ class AbsorbedWeights(nn.Module):
         else:
             self._keep("w_uv", vo.reshape(g.num_heads, g.v_head_dim, g.kv_lora_rank).contiguous())
 
-    def follow(self, owner: nn.Module, *, look: bool) -> bool:
+    def follow(self, owner: Owner, *, look: bool) -> bool:
         """Derive the weights anew if ``owner``'s projections changed; whether they did.
 
         Raises:

@@ -1,0 +1,79 @@
+"""Loading models: from any layout that the package reads, in the numbers that the checkpoint means."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+from typing import Any
+
+import torch
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedModel
+
+from mla_convert.checkpoint import Checkpoint
+from mla_convert.destination import FOLDER
+from mla_convert.formats import SCALE_SUFFIX
+from mla_convert.patches.apply import patch
+
+
+def load_original(
+    source: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | None = None,
+    stored_dtype: torch.dtype | None = None,
+    **kwargs: Any,
+) -> PreTrainedModel:
+    """The unpatched transformers model of a checkpoint folder, in evaluation mode.
+
+    Plain Hugging Face folders go through ``from_pretrained``. FP8 blocks and DeepSeek's native parts are read
+    by this package: transformers misreads partial blocks on a CPU, and does not know the parts.
+
+    Args:
+        dtype: of the model; by default the config's own.
+        stored_dtype: what FP8 weights are rounded to once, before the cast to ``dtype``; by default the config's own.
+        kwargs: handed to ``from_pretrained``.
+    """
+    checkpoint = Checkpoint.open(source)
+    if checkpoint.layout != "native" and checkpoint.quantization is None:
+        model = AutoModelForCausalLM.from_pretrained(os.fspath(source), dtype=dtype or "auto", **kwargs)
+        return _ready(model)
+    values = {k: v for k, v in checkpoint.config.items() if k != "quantization_config"}
+    config = CONFIG_MAPPING[values["model_type"]](**values)
+    state = {
+        name: checkpoint.weight(name, stored_dtype if checkpoint.quantized(name) else None)
+        for name in checkpoint.names()
+        if not name.endswith(SCALE_SUFFIX)
+    }
+    plain_dtype = dtype or getattr(torch, values.get("dtype", "float32"))
+    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    return _ready(kind.from_pretrained(None, config=config, state_dict=state, dtype=plain_dtype, **kwargs))
+
+
+def _ready(model: Any) -> PreTrainedModel:
+    model.eval()
+    assert isinstance(model, PreTrainedModel)
+    return model
+
+
+def load(
+    folder: str | os.PathLike[str],
+    absorbed: str | os.PathLike[str] | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    patching: dict[str, Any] | None = None,
+    **kwargs: Any,
+) -> PreTrainedModel:
+    """Load a checkpoint folder of any supported layout and patch it: ``from_pretrained`` and ``patch`` in one.
+
+    Args:
+        folder: the checkpoint.
+        absorbed: a folder that ``convert`` wrote; by default the ``mla_absorbed`` inside ``folder``, if there is one,
+            else the absorbed weights are derived from the model.
+        dtype: of the model; by default the config's own.
+        patching: keyword arguments of ``patch``.
+        kwargs: handed to ``from_pretrained`` (``device_map``, ``attn_implementation``, …).
+    """
+    if absorbed is None and (pathlib.Path(folder) / FOLDER).is_dir():
+        absorbed = folder
+    model = load_original(folder, dtype=dtype, **kwargs)
+    patch(model, absorbed, **(patching or {}))
+    return model
