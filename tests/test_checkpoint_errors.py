@@ -4,35 +4,40 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import pathlib
 import shutil
-import struct
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from variants import (
-    Tensors,
-    attention_weights,
-    config_v3,
-    fp8_config,
-    native_config,
-    quantize_all,
-    split_native,
-    write_checkpoint,
-    write_parts,
+from spoiling import (
+    INDEX,
+    KV_B,
+    PART_0,
+    PART_1,
+    PREFIX,
+    SHARD_1,
+    SHARD_2,
+    cut,
+    drop,
+    edit,
+    entry,
+    fp8,
+    header,
+    native,
+    only,
+    put,
+    reindex,
+    remove,
+    rename,
+    sharded,
+    single,
+    write,
 )
+from variants import attention_weights, config_v3, fp8_config, native_config, quantize_all, write_checkpoint
 
 from mla_convert.checkpoint import Checkpoint
 from mla_convert.errors import CheckpointError, FormatError, MLAConvertError, UnsupportedModelError
-
-PREFIX = "model.layers.0.self_attn"
-KV_B = f"{PREFIX}.kv_b_proj.weight"
-SHARD_1, SHARD_2 = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
-INDEX = "model.safetensors.index.json"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,99 +47,6 @@ class Case:
     spoil: Callable[[pathlib.Path], object]
     words: tuple[str, ...]
     error: type[MLAConvertError] = CheckpointError
-
-
-def single(folder: pathlib.Path, **changes: Any) -> None:
-    config = config_v3(**changes)
-    write_checkpoint(folder, config, attention_weights(config))
-
-
-def sharded(folder: pathlib.Path) -> None:
-    weights = attention_weights(config_v3())
-    names = sorted(weights)
-    write_checkpoint(folder, config_v3(), *({name: weights[name] for name in half} for half in (names[:3], names[3:])))
-
-
-def fp8(folder: pathlib.Path, **config: Any) -> None:
-    config = config_v3(**{"quantization_config": fp8_config((16, 16))} | config)
-    write_checkpoint(folder, config, quantize_all(attention_weights(config), (16, 16)))
-
-
-def native(folder: pathlib.Path) -> None:
-    config = config_v3()
-    expert = {f"model.layers.0.mlp.experts.{n}.up_proj.weight": torch.full((16, 40), float(n)) for n in range(2)}
-    tensors = attention_weights(config) | expert | {"lm_head.weight": torch.ones(32, 40)}
-    write_parts(folder, native_config(config), split_native(tensors, 2, 2))
-
-
-def edit(folder: pathlib.Path, change: Callable[[Tensors], object], file: str = "model.safetensors") -> None:
-    """Rewrite one file with some tensors changed."""
-    tensors = load_file(folder / file)
-    change(tensors)
-    save_file(tensors, folder / file)
-
-
-def put(**named: torch.Tensor) -> Callable[[pathlib.Path], None]:
-    """Set weights of the first layer's attention, by the last word of their module."""
-    full = {f"{PREFIX}.{word}.weight": tensor for word, tensor in named.items()}
-    return lambda folder: edit(folder, lambda tensors: tensors.update(full))
-
-
-def drop(name: str) -> Callable[[pathlib.Path], None]:
-    return lambda folder: edit(folder, lambda tensors: tensors.pop(name))
-
-
-def write(file: str, text: str | bytes) -> Callable[[pathlib.Path], object]:
-    data = text.encode() if isinstance(text, str) else text
-    return lambda folder: (folder / file).write_bytes(data)
-
-
-def remove(file: str) -> Callable[[pathlib.Path], object]:
-    return lambda folder: (folder / file).unlink()
-
-
-def cut(file: str, size: int) -> Callable[[pathlib.Path], object]:
-    """Keep the first bytes, or, for a negative number, all but the last."""
-
-    def spoil(folder: pathlib.Path) -> None:
-        data = (folder / file).read_bytes()
-        (folder / file).write_bytes(data[:size])
-
-    return spoil
-
-
-def reindex(change: Callable[[dict[str, Any]], object]) -> Callable[[pathlib.Path], object]:
-    def spoil(folder: pathlib.Path) -> None:
-        index = json.loads((folder / INDEX).read_text())
-        change(index["weight_map"])
-        (folder / INDEX).write_text(json.dumps(index))
-
-    return spoil
-
-
-def header(text: str | bytes, data: bytes = b"") -> Callable[[pathlib.Path], object]:
-    raw = text.encode() if isinstance(text, str) else text
-    return write("model.safetensors", struct.pack("<Q", len(raw)) + raw + data)
-
-
-def entry(**changes: Any) -> Callable[[pathlib.Path], object]:
-    """A file of one tensor ``a``, whose header entry is changed."""
-    return header(json.dumps({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]} | changes}), bytes(8))
-
-
-def only(*files: str) -> Callable[[pathlib.Path], object]:
-    """A folder with a config and these files, of no content."""
-
-    def spoil(folder: pathlib.Path) -> None:
-        (folder / "model.safetensors").unlink()
-        for file in files:
-            (folder / file).touch()
-
-    return spoil
-
-
-def rename(old: str, new: str) -> Callable[[pathlib.Path], object]:
-    return lambda folder: (folder / old).rename(folder / new)
 
 
 SINGLE: dict[str, Case] = {
@@ -313,7 +225,6 @@ FP8: dict[str, Case] = {
     ),
 }
 
-PART_0, PART_1 = "model0-mp2.safetensors", "model1-mp2.safetensors"
 NATIVE: dict[str, Case] = {
     "missing part": Case(remove(PART_1), (f"lacks {PART_1}", "of the 2 parts")),
     "missing first part": Case(remove(PART_0), (f"lacks {PART_0}",)),
@@ -445,74 +356,3 @@ def test_paths_that_are_no_folders(tmp_path: pathlib.Path) -> None:
     (tmp_path / "nothing").mkdir()
     with pytest.raises(CheckpointError, match="the folder is empty"):
         Checkpoint.open(tmp_path / "nothing")
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_weights_that_are_not_finite(bad: float, dtype: torch.dtype, tmp_path: pathlib.Path) -> None:
-    weights = attention_weights(config_v3(), dtype=dtype)
-    weights[KV_B][[3, 27], [0, 11]] = bad
-    checkpoint = Checkpoint.open(write_checkpoint(tmp_path, config_v3(), weights))
-    for call in (checkpoint.weight, lambda name: checkpoint.weight(name, torch.float32)):
-        with pytest.raises(FormatError) as refused:
-            call(KV_B)
-        assert f"{KV_B} has 2 NaN or infinite values (of 336)" in str(refused.value)
-    with pytest.raises(FormatError, match="kv_b_proj"):
-        checkpoint.state_dict()
-    assert torch.equal(checkpoint.read(KV_B).view(torch.uint8), weights[KV_B].view(torch.uint8))
-
-
-def test_weights_too_large_for_the_dtype(tmp_path: pathlib.Path) -> None:
-    weights = attention_weights(config_v3())
-    weights[KV_B][0, 0] = 70000.0
-    checkpoint = Checkpoint.open(write_checkpoint(tmp_path, config_v3(), weights))
-    assert checkpoint.weight(KV_B, torch.bfloat16)[0, 0] > 65504
-    with pytest.raises(FormatError, match=r"has 1 values \(of 336\) too large for float16; use bfloat16"):
-        checkpoint.weight(KV_B, torch.float16)
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -1.0, 0.0])
-def test_scales_that_are_not_positive(bad: float, tmp_path: pathlib.Path) -> None:
-    fp8(tmp_path)
-    edit(tmp_path, lambda tensors: tensors[f"{KV_B}_scale_inv"][1].fill_(bad))
-    checkpoint = Checkpoint.open(tmp_path)
-    with pytest.raises(FormatError, match=r"kv_b_proj.weight_scale_inv has 1 of 2 values"):
-        checkpoint.weight(KV_B)
-
-
-def test_codes_that_are_nan(tmp_path: pathlib.Path) -> None:
-    fp8(tmp_path)
-    edit(tmp_path, lambda tensors: tensors[KV_B].view(torch.uint8)[20, 5].fill_(0x7F))
-    with pytest.raises(FormatError, match=r"kv_b_proj.weight has 1 NaN or infinite values \(of 336\)"):
-        Checkpoint.open(tmp_path).weight(KV_B)
-
-
-def test_copies_that_differ(tmp_path: pathlib.Path) -> None:
-    native(tmp_path)
-    edit(tmp_path, lambda tensors: tensors["layers.0.attn.kv_norm.weight"][3].add_(1), PART_1)
-    checkpoint = Checkpoint.open(tmp_path)
-    assert checkpoint.read(KV_B).shape == (28, 12)
-    for call in (checkpoint.read, checkpoint.weight, checkpoint.digest):
-        with pytest.raises(CheckpointError, match=f"kv_a_layernorm.weight differs between {PART_0} and {PART_1}"):
-            call(f"{PREFIX}.kv_a_layernorm.weight")
-
-
-def test_names_that_are_not_there(tmp_path: pathlib.Path) -> None:
-    fp8(tmp_path)
-    checkpoint = Checkpoint.open(tmp_path)
-    for call in (checkpoint.read, checkpoint.info, checkpoint.weight, checkpoint.source_dtype, checkpoint.quantized):
-        with pytest.raises(CheckpointError, match="has no tensor .*kv_b_prj.weight; did you mean .*kv_b_proj.weight"):
-            call(f"{PREFIX}.kv_b_prj.weight")
-    with pytest.raises(FormatError, match="is a scale, not a weight"):
-        checkpoint.weight(f"{KV_B}_scale_inv")
-
-
-def test_a_file_cut_while_open(tmp_path: pathlib.Path) -> None:
-    single(tmp_path)
-    checkpoint = Checkpoint.open(tmp_path)
-    cut("model.safetensors", 1000)(tmp_path)
-    with pytest.raises(CheckpointError, match="ends inside .*: it was cut short while open"):
-        checkpoint.state_dict()
-    remove("model.safetensors")(tmp_path)
-    with pytest.raises(CheckpointError, match="cannot be read"):
-        checkpoint.read(KV_B)
