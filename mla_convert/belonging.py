@@ -68,10 +68,10 @@ class Comparison:
 
     @property
     def excess(self) -> float:
-        """Error over bound: how far beyond what rounding explains."""
+        """Error over bound: how far beyond what rounding explains; infinite where the error is not a number."""
         if self.error == 0:
             return 0.0
-        return self.error / self.bound if self.bound else math.inf
+        return math.inf if math.isnan(self.error) or not self.bound else self.error / self.bound
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,7 +165,7 @@ def compare_fused_ov(
 
 
 def _badness(comparison: Comparison) -> float:
-    return math.inf if math.isnan(comparison.error) else comparison.excess
+    return comparison.excess
 
 
 def _compare_rows(
