@@ -8,7 +8,6 @@ expanded or absorbed; a forward hook ends the call. The module's own forward is 
 from __future__ import annotations
 
 import functools
-import inspect
 import logging
 import sys
 from collections.abc import Callable
@@ -148,16 +147,11 @@ def _original_function(original: str, module: nn.Module) -> Callable[..., tuple[
     return sys.modules[type(module).__module__].eager_attention_forward  # type: ignore[no-any-return]
 
 
-@functools.cache
-def _positional(kind: type[Any]) -> tuple[str, ...]:
-    return tuple(inspect.signature(kind.forward).parameters)[1:]
-
-
 def begin_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Forward pre-hook: adopt the cache, follow changed weights, and decide how this call runs."""
     layer = layer_of(module)
     assert layer is not None
-    given = dict(zip(_positional(type(module)), args, strict=False)) | kwargs  # type: ignore[arg-type]
+    given = dict(zip(layer.positional, args, strict=False)) | kwargs
     hidden = given["hidden_states"]
     cache = given.get("cache", given.get("past_key_values"))
     if cache is not None and layer.options.cache == "latent" and not getattr(cache, "offloading", False):

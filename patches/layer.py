@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import logging
 from typing import Any
 
@@ -38,6 +39,8 @@ class AbsorbedLayer(AbsorbedWeights):
         self.name = name
         self.options = options
         self.slot = CallSlot()
+        #: Names of the owner's forward arguments in order, for those that a caller gives by position.
+        self.positional = tuple(inspect.signature(type(owner).forward).parameters)[1:]
 
     def prefers_absorbed(self, q_len: int, kv_len: int) -> bool:
         """Whether S new tokens over T cached ones cost less in latent space (multiplications per head).
