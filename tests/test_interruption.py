@@ -189,9 +189,11 @@ def test_files_of_others_are_told_from_remains(
     out = tmp_path / "out"
     interrupt(example_path, out, monkeypatch, "_move", 3)
     first_shard(out).write_bytes(b"somebody's")
-    with pytest.raises(UsageError, match=r"already holds mla_absorbed-00001-of-00002.safetensors, and no mla_manifest"):
-        convert(example_path, out)
-    assert first_shard(out).read_bytes() == b"somebody's"
+    for dry_run in (True, False):
+        with pytest.raises(UsageError, match=r"already holds mla_absorbed-00001-of-00002.safetensors, and no mla_mani"):
+            convert(example_path, out, dry_run=dry_run)
+    destination.remove_remains(out)
+    assert snapshot(out) == {"mla_absorbed-00001-of-00002.safetensors": b"somebody's"}
 
 
 def test_somebodys_files_in_the_temporary_folder_stay(
