@@ -1,0 +1,149 @@
+"""One decode step of one attention module: transformers beside the absorbed form, in one run.
+
+    python benchmarks/decode_step.py [--dims v2-lite] [--dtype bfloat16] [--history 64 1024 4096 16384] [--json FILE]
+
+Projections, rotation, cache append, attention and output projection are timed together. The two sides
+take turns; medians of their repetitions and the ratio are printed, with the spread (quartiles) so that a
+disturbed run shows. Both sides see the same random latents and the same weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pathlib
+import statistics
+import time
+from typing import Any
+
+import torch
+from transformers import DeepseekV2Config, DeepseekV2ForCausalLM, DeepseekV3Config, DeepseekV3ForCausalLM, DynamicCache
+
+import mla_convert
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 64,
+    "num_hidden_layers": 1,
+    "intermediate_size": 64,
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 2,
+    "num_experts_per_tok": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "max_position_embeddings": 163840,
+}
+HEADS = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+DIMS: dict[str, Any] = {
+    "v2-lite": lambda: DeepseekV2ForCausalLM(
+        DeepseekV2Config(
+            **SMALL, **HEADS, hidden_size=2048, num_attention_heads=16, num_key_value_heads=16, q_lora_rank=None
+        )
+    ),
+    "v3": lambda: DeepseekV3ForCausalLM(
+        DeepseekV3Config(
+            **SMALL, **HEADS, hidden_size=7168, num_attention_heads=128, num_key_value_heads=128, q_lora_rank=1536
+        )
+    ),
+}
+
+
+class Side:
+    """One way to take the step: a model and a cache that holds the history."""
+
+    def __init__(self, model: Any, history: int, seed: int) -> None:
+        self.module = model.model.layers[0].self_attn
+        self.cache = mla_convert.LatentCache() if hasattr(model, "_mla_patch") else DynamicCache()
+        gen = torch.Generator().manual_seed(seed)
+        config, dtype = model.config, model.dtype
+        latent = torch.randn(1, 1, history, config.kv_lora_rank, generator=gen).to(dtype)
+        k_rope = torch.randn(1, 1, history, config.qk_rope_head_dim, generator=gen).to(dtype)
+        self.cache.update(latent, k_rope, 0)
+        self.hidden = torch.randn(1, 1, config.hidden_size, generator=gen).to(dtype)
+        position = torch.full((1, 1), history)
+        self.rotation = model.model.rotary_emb(self.hidden, position)
+
+    def step(self) -> torch.Tensor:
+        """One new token; its latent is appended."""
+        out = self.module(
+            hidden_states=self.hidden, position_embeddings=self.rotation, attention_mask=None, cache=self.cache
+        )
+        return out[0]
+
+    def back(self) -> None:
+        """Forget the token again."""
+        for layer in self.cache.layers:
+            layer.crop(-1)
+
+
+def measure(sides: dict[str, Side], repetitions: int) -> dict[str, list[float]]:
+    """Seconds of each side's steps, taken in turns."""
+    times: dict[str, list[float]] = {name: [] for name in sides}
+    for repetition in range(repetitions + 2):
+        for name, side in sides.items():
+            start = time.perf_counter()
+            side.step()
+            elapsed = time.perf_counter() - start
+            side.back()
+            if repetition >= 2:
+                times[name].append(elapsed)
+    return times
+
+
+@torch.inference_mode()
+def compare(dims: str, dtype: torch.dtype, histories: list[int], repetitions: int) -> list[dict[str, Any]]:
+    """One row per history: medians in milliseconds, quartiles, ratio, and the outputs' relative difference."""
+    torch.manual_seed(0)
+    original = DIMS[dims]().to(dtype).eval()
+    patched = DIMS[dims]().to(dtype).eval()
+    patched.load_state_dict(original.state_dict())
+    mla_convert.patch(patched)
+    rows = []
+    for history in histories:
+        sides = {"transformers": Side(original, history, 1), "absorbed": Side(patched, history, 1)}
+        a, b = (side.step() for side in sides.values())
+        for side in sides.values():
+            side.back()
+        difference = float((a - b).abs().max() / a.abs().max())
+        times = measure(sides, repetitions if history < 8192 else max(5, repetitions // 3))
+        medians = {name: statistics.median(values) * 1e3 for name, values in times.items()}
+        quartiles = {name: [q * 1e3 for q in statistics.quantiles(v, n=4)[::2]] for name, v in times.items()}
+        ratio = medians["transformers"] / medians["absorbed"]
+        rows.append(
+            {"dims": dims, "dtype": str(dtype).removeprefix("torch."), "history": history, "ms": medians}
+            | {"quartiles_ms": quartiles, "ratio": ratio, "relative_difference": difference}
+        )
+        print(line(rows[-1]), flush=True)
+    return rows
+
+
+def line(row: dict[str, Any]) -> str:
+    """A row for people."""
+    ms, spread = row["ms"], row["quartiles_ms"]
+    cells = [f"{ms[n]:9.2f} ({spread[n][0]:.2f} to {spread[n][1]:.2f})" for n in ("transformers", "absorbed")]
+    return f"{row['dims']:>8} {row['dtype']:>9} {row['history']:>7} {cells[0]:>32} {cells[1]:>28} {row['ratio']:8.1f}x"
+
+
+def main() -> None:
+    """Parse the command line, measure, print, and write JSON where asked."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--dims", choices=DIMS, nargs="+", default=["v2-lite"])
+    parser.add_argument("--dtype", nargs="+", default=["bfloat16", "float32"])
+    parser.add_argument("--history", type=int, nargs="+", default=[64, 1024, 4096, 16384])
+    parser.add_argument("--repetitions", type=int, default=21)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--json", type=pathlib.Path)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    print(f"torch {torch.__version__}, {args.threads} threads, CPU {torch.backends.cpu.get_cpu_capability()}")
+    print(f"{'dims':>8} {'dtype':>9} {'history':>7} {'transformers ms':>32} {'absorbed ms':>28} {'ratio':>9}")
+    rows = []
+    for dims in args.dims:
+        for dtype in args.dtype:
+            rows += compare(dims, getattr(torch, dtype), args.history, args.repetitions)
+    if args.json:
+        args.json.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
