@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from mla_convert.version import __version__
 
 if TYPE_CHECKING:
+    from mla_convert.benchmark import bench as bench
     from mla_convert.conversion import convert as convert
     from mla_convert.geometry import MLAGeometry as MLAGeometry
     from mla_convert.patches.apply import patch as patch
@@ -18,10 +19,13 @@ if TYPE_CHECKING:
     from mla_convert.patches.apply import unpatch as unpatch
     from mla_convert.patches.cache import LatentCache as LatentCache
     from mla_convert.patches.loading import load as load
+    from mla_convert.report import BenchmarkReport as BenchmarkReport
 
 _LAZY = {
+    "BenchmarkReport": "mla_convert.report",
     "LatentCache": "mla_convert.patches.cache",
     "MLAGeometry": "mla_convert.geometry",
+    "bench": "mla_convert.benchmark",
     "convert": "mla_convert.conversion",
     "load": "mla_convert.patches.loading",
     "patch": "mla_convert.patches.apply",
@@ -29,7 +33,18 @@ _LAZY = {
     "unpatch": "mla_convert.patches.apply",
 }
 
-__all__ = ["LatentCache", "MLAGeometry", "__version__", "convert", "load", "patch", "patched", "unpatch"]
+__all__ = [
+    "BenchmarkReport",
+    "LatentCache",
+    "MLAGeometry",
+    "__version__",
+    "bench",
+    "convert",
+    "load",
+    "patch",
+    "patched",
+    "unpatch",
+]
 
 
 def __getattr__(name: str) -> Any:
