@@ -15,6 +15,7 @@ from mla_convert import console, version
 
 if TYPE_CHECKING:
     from mla_convert.conversion import ConversionReport
+    from mla_convert.report import BenchmarkReport
 
 
 class _Program(typer.core.TyperGroup):
@@ -55,6 +56,14 @@ Source = Annotated[str, typer.Argument(metavar="SOURCE", help="Folder of the che
 Out = Annotated[
     str,
     typer.Argument(metavar="OUT", help="Folder to write; SOURCE itself means SOURCE/mla_absorbed.", show_default=False),
+]
+Absorbed = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="OUT",
+        help="Folder that convert wrote; without it, SOURCE/mla_absorbed where that is there, else made on the fly.",
+        show_default=False,
+    ),
 ]
 JsonTarget = Annotated[
     str | None,
@@ -127,3 +136,48 @@ def _show_conversion(output: console.Output, report: ConversionReport) -> None:
         facts["largest rounding error"] = f"{report.largest_error:.2g} of the tensor's largest value{where}"
     output.facts(facts)
     output.notes([*report.notes, f"nothing was written to {report.out}" if report.dry_run else f"wrote {report.out}"])
+
+
+@app.command()
+def bench(
+    ctx: typer.Context,
+    source: Source,
+    out: Absorbed = None,
+    context: Annotated[
+        str | None,
+        typer.Option(metavar="N,N,…", help="Tokens that the new one sees; by default 64,1024,4096 where they fit."),
+    ] = None,
+    form: Annotated[Form, typer.Option(help="The form of both sides, where OUT does not decide it.")] = Form.auto,
+    qk: Annotated[Form | None, typer.Option(help="The key side's form, where it differs from --form.")] = None,
+    vo: Annotated[Form | None, typer.Option(help="The value side's form, where it differs from --form.")] = None,
+    dtype: Annotated[Dtype, typer.Option(metavar="DTYPE", help="What the model is loaded in.")] = Dtype.source,
+    device: Annotated[str, typer.Option(help="Where it runs: cpu, cuda, ….")] = "cpu",
+    backend: Annotated[str, typer.Option(help="What computes attention in latent space.")] = "auto",
+    batch: Annotated[int, typer.Option(metavar="N", help="Sequences decoded at once.")] = 1,
+    repetitions: Annotated[int, typer.Option(metavar="N", help="Timed steps of each model and context.")] = 20,
+    plot: Annotated[str | None, typer.Option(metavar="FILE", help="Draw the times: a new .png, .svg or .pdf.")] = None,
+    json: JsonTarget = None,
+) -> None:
+    """Time a decode step of SOURCE as it is and as patched, in turns."""
+    output = console.Output(ctx.obj, json)
+    contexts = None if context is None else console.whole_numbers("--context", context)
+    from mla_convert.benchmark import bench as run
+    from mla_convert.report import check_plot, save_plot
+
+    if plot is not None:
+        check_plot(plot)
+    forms = {"form": form, "qk": qk, "vo": vo}
+    options = {"dtype": dtype, "device": device, "backend": backend, "repetitions": repetitions, "batch": batch}
+    with output.progress("steps") as progress:
+        report = run(source, out, contexts=contexts, progress=progress, **forms, **options)  # type: ignore[arg-type]
+    _show_benchmark(output, report)
+    if plot is not None:
+        save_plot(report, plot)
+        output.notes([f"wrote {plot}"])
+    output.json(report.to_dict())
+
+
+def _show_benchmark(output: console.Output, report: BenchmarkReport) -> None:
+    """The table of a benchmark, what was patched, and where it ran."""
+    output.table(report.title, report.columns, report.rows())
+    output.notes([str(report.patch), report.setting, *report.notes])

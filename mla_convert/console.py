@@ -178,6 +178,14 @@ class Output:
             yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
+def whole_numbers(option: str, text: str) -> list[int]:
+    """The numbers of an option such as ``64,1024``; UsageError for anything but digits between commas."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdigit() for part in parts):
+        raise UsageError(f"{option} {text}: whole numbers with commas between them are taken, for example 64,1024,4096")
+    return [int(part) for part in parts]
+
+
 def plain(value: Any) -> Any:
     """The value in JSON's own types: dataclasses become objects, paths and dtypes strings, NaN and infinities null."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

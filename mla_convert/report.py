@@ -17,7 +17,6 @@ from mla_convert.patches.apply import PatchDescription
 #: Quartiles further apart than this share of the median are called out: the machine had other work.
 CALM = 0.25
 PLOTS = (".pdf", ".png", ".svg")
-COLUMNS = ("context", "original, ms", "patched, ms", "ratio", "logits differ by")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,8 +99,13 @@ class BenchmarkReport:
             "other work disturbed this run; repeat it on an idle machine before quoting it"
         ]
 
+    @property
+    def columns(self) -> list[str]:
+        """The table's heads."""
+        return ["context", "original, ms", "patched, ms", "ratio", "logits differ by"]
+
     def rows(self) -> list[list[str]]:
-        """The table's cells, a row per context, under :data:`COLUMNS`."""
+        """The table's cells, a row per context."""
         return [
             [
                 f"{row.context:,}",
@@ -114,8 +118,8 @@ class BenchmarkReport:
         ]
 
     def __str__(self) -> str:
-        lines = [list(COLUMNS), *self.rows()]
-        widths = [max(len(line[column]) for line in lines) for column in range(len(COLUMNS))]
+        lines = [self.columns, *self.rows()]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         table = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
         return "\n".join([self.title, *table, self.setting, *self.notes])
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pathlib
 import sys
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
+import typer.testing
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 # From the repository root, the folder kernels would stand in for Hugging Face's package of that name.
@@ -14,6 +17,8 @@ sys.path[:] = [entry for entry in sys.path if entry and pathlib.Path(entry).reso
 import variants  # noqa: E402  # only once the path is right
 
 import mla_convert  # noqa: E402
+from mla_convert.cli import app  # noqa: E402
+from mla_convert.console import LOGGER  # noqa: E402
 
 
 @pytest.fixture(scope="session")
@@ -32,3 +37,12 @@ def fp8_path(example_path: pathlib.Path, tmp_path_factory: pytest.TempPathFactor
 def native_path(example_path: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     """The example in DeepSeek's own layout, two parts."""
     return variants.write_native(example_path, tmp_path_factory.mktemp("example-native"), parts=2)
+
+
+@pytest.fixture
+def invoke() -> Iterator[Callable[..., Any]]:
+    """Run the program in this process: (arguments) -> result with ``exit_code``, ``stdout`` and ``stderr``."""
+    handlers, level = list(LOGGER.handlers), LOGGER.level
+    yield lambda *arguments: typer.testing.CliRunner().invoke(app, [str(argument) for argument in arguments])
+    LOGGER.handlers[:] = handlers
+    LOGGER.setLevel(level)

@@ -6,17 +6,14 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import typer.testing
 
 import mla_convert
 from mla_convert import conversion
-from mla_convert.cli import app
-from mla_convert.console import LOGGER
 
 ROOT = Path(__file__).resolve().parent.parent
 PROGRAMS = {
@@ -92,15 +89,6 @@ def test_a_wrong_call_exits_with_2_and_no_traceback(arguments: list[str], words:
 
 
 Invoke = Callable[..., Any]
-
-
-@pytest.fixture
-def invoke() -> Iterator[Invoke]:
-    """Run the program in this process: (arguments) -> result with ``exit_code``, ``stdout`` and ``stderr``."""
-    handlers, level = list(LOGGER.handlers), LOGGER.level
-    yield lambda *arguments: typer.testing.CliRunner().invoke(app, [str(argument) for argument in arguments])
-    LOGGER.handlers[:] = handlers
-    LOGGER.setLevel(level)
 
 
 def test_convert_says_what_it_did(invoke: Invoke, example_path: Path, tmp_path: Path) -> None:
