@@ -12,6 +12,7 @@ import torch
 
 import mla_convert
 from mla_convert import benchmark
+from mla_convert.errors import UsageError
 
 Invoke = Callable[..., Any]
 QUICK = ["--repetitions", "3"]
@@ -38,6 +39,31 @@ def test_its_options_reach_the_library(invoke: Invoke, example_path: Path, tmp_p
     assert [row["context"] for row in read["contexts"]] == [16]
     assert "One decode step" in result.stderr and f"wrote {tmp_path / 'p.svg'}" in result.stderr
     assert (tmp_path / "p.svg").read_bytes().startswith(b"<?xml")
+
+
+def test_every_option_has_its_own_place(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, Any] = {}
+
+    def record(*places: str, **options: Any) -> None:
+        seen.update(options, places=places)
+        raise UsageError("seen enough")
+
+    monkeypatch.setattr(benchmark, "bench", record)
+    words = "a b --form factored --qk fused --vo auto --dtype float16 --device d --backend e --batch 2 --repetitions 4"
+    assert invoke("bench", *words.split(), "--context", "5,6").exit_code == 2
+    assert callable(seen.pop("progress"))
+    assert seen == {
+        "places": ("a", "b"),
+        "form": "factored",
+        "qk": "fused",
+        "vo": "auto",
+        "dtype": "float16",
+        "device": "d",
+        "backend": "e",
+        "batch": 2,
+        "repetitions": 4,
+        "contexts": [5, 6],
+    }
 
 
 @pytest.mark.parametrize(
