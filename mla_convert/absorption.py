@@ -71,6 +71,9 @@ Form = Literal["factored", "fused"]
 FORMS: tuple[Form, ...] = ("factored", "fused")
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 """What the products read and write."""
+# Numbers rounded at a time: few enough for a processor's cache, and for PyTorch not to share them among threads, whose
+# waiting for each other would cost more than the product itself.
+_PIECE = 1 << 15
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,24 +122,33 @@ class Rounding:
         Raises UsageError where a finite value overflows ``dtype``, and FormatError where the
         reference itself is not finite.
         """
-        stored = reference.to(dtype)
-        largest = float(reference.abs().max())
-        if not math.isfinite(largest):
+        stored = torch.empty_like(reference, dtype=dtype)
+        rows = max(1, _PIECE // max(1, reference[:1].numel()))
+        for start in range(0, len(reference), rows):
+            exact, rounded = reference[start : start + rows], stored[start : start + rows]
+            self._note(exact, rounded.copy_(exact))
+        return stored
+
+    def _note(self, exact: Tensor, rounded: Tensor) -> None:
+        size = float(torch.linalg.vector_norm(exact, dtype=torch.float64))
+        if not math.isfinite(size):
             raise FormatError(
                 f"{self.name}: the product of its source weights is not finite; check the source for damage"
             )
-        if not bool(torch.isfinite(stored).all()):
-            raise UsageError(
-                f"{self.name}: the largest magnitude is {largest:.4g}, and {plain(dtype)} ends at "
-                f"{torch.finfo(dtype).max:.4g}; store bfloat16 or float32 instead"
-            )
-        if stored.dtype != reference.dtype:
-            error = stored.to(reference.dtype) - reference
-            self._largest_error = max(self._largest_error, float(error.abs().max()))
-            self._squared_error += float(torch.linalg.vector_norm(error)) ** 2
+        largest = _magnitude(exact)
         self._largest = max(self._largest, largest)
-        self._squared += float(torch.linalg.vector_norm(reference)) ** 2
-        return stored
+        self._squared += size * size
+        if rounded.dtype == exact.dtype:
+            return
+        error = rounded.to(exact.dtype).sub_(exact)
+        size = float(torch.linalg.vector_norm(error, dtype=torch.float64))
+        if not math.isfinite(size):
+            raise UsageError(
+                f"{self.name}: the largest magnitude is {largest:.4g}, and {plain(rounded.dtype)} ends at "
+                f"{torch.finfo(rounded.dtype).max:.4g}; store bfloat16 or float32 instead"
+            )
+        self._largest_error = max(self._largest_error, _magnitude(error))
+        self._squared_error += size * size
 
     @property
     def largest(self) -> float:
@@ -147,6 +159,11 @@ class Rounding:
     def frobenius(self) -> float:
         """Frobenius norm of the error over that of the reference."""
         return math.sqrt(self._squared_error / self._squared) if self._squared_error else 0.0
+
+
+def _magnitude(tensor: Tensor) -> float:
+    least, most = torch.aminmax(tensor)
+    return max(-float(least), float(most))
 
 
 def reads(g: MLAGeometry) -> Reads:

@@ -199,18 +199,24 @@ def _compare_products(
         a = _Roundings.of(stored.dtype)
         b = max((_Roundings.of(w.dtype, _between(w, source_dtype)) for w in (left, right)), key=lambda r: r.unit)
         dtype = torch.float32 if a.unit + b.unit > _FINE else torch.float64
-        product, left = stored.to(left.device, dtype), left.to(dtype)
-        for columns in range(0, right.shape[1], _TILE):
-            part = right[:, columns : columns + _TILE].to(dtype)
-            x = torch.randn(part.shape[1], _VECTORS, generator=generator, dtype=torch.float64).to(part.device, dtype)
-            tile = product[:, columns : columns + _TILE]
-            found = _worst_tile(tile, left, part, x, a, b)
-            worst = max(worst, dataclasses.replace(found, where=f"{what}, head {number}"), key=_badness)
+        x = torch.randn(right.shape[1], _VECTORS, generator=generator, dtype=torch.float64).to(left.device, dtype)
+        found = _worst_tile(_tiled(stored.to(left.device, dtype)), left.to(dtype), _tiled(right.to(dtype)), x, a, b)
+        worst = max(worst, dataclasses.replace(found, where=f"{what}, head {number}"), key=_badness)
     return worst
 
 
+def _tiled(matrix: Tensor) -> Tensor:
+    """Column tiles [tiles, rows, 128] of a matrix, the last one filled with zeros."""
+    padded = torch.nn.functional.pad(matrix, (0, -matrix.shape[1] % _TILE))
+    return padded.reshape(len(matrix), -1, _TILE).transpose(0, 1)
+
+
 def _worst_tile(p: Tensor, left: Tensor, m: Tensor, x: Tensor, a: _Roundings, b: _Roundings) -> Comparison:
-    """The worst of the 128-row tiles and single rows of one column tile; the formula is the module's."""
+    """The worst of one head's tiles and single rows; the formula is the module's.
+
+    ``p`` [tiles, m, 128], ``left`` [m, j], ``m`` [tiles, j, 128], ``x`` [k, vectors].
+    """
+    x = _tiled(x.T).transpose(1, 2)  # [tiles, 128, vectors]
     y = m @ x
     expected = left @ y
     error = p @ x - expected
@@ -218,17 +224,22 @@ def _worst_tile(p: Tensor, left: Tensor, m: Tensor, x: Tensor, a: _Roundings, b:
     of_product = p.square() @ squared_x
     of_right = m.square() @ squared_x
     sums = left.shape[1] * (torch.finfo(torch.float32).eps / 2) ** 2
-    variance = (a.squared_unit + sums) * of_product + a.absolute**2 * squared_x.sum(0)
+    size_of_x = squared_x.sum(1, keepdim=True)
+    variance = (a.squared_unit + sums) * of_product + a.absolute**2 * size_of_x
     variance += squared_left @ (b.squared_unit * y.square() + (b.squared_unit + sums) * of_right)
-    variance += squared_left.sum(1, keepdim=True) * (b.absolute**2 * squared_x.sum(0))
-    variance += b.absolute**2 * y.square().sum(0)
-    squared_error, variance, size = (values.sum(1) for values in (error.square(), variance, expected.square()))
+    variance += squared_left.sum(1, keepdim=True) * (b.absolute**2 * size_of_x)
+    variance += b.absolute**2 * y.square().sum(1, keepdim=True)
+    return _worst_group(error.square().sum(2), variance.sum(2), expected.square().sum(2))
+
+
+def _worst_group(squared_error: Tensor, variance: Tensor, size: Tensor) -> Comparison:
+    """The worst of the single rows and of the 128-row tiles; sums of squares [tiles, m] over the vectors."""
     # Each row in units of its own deviation, so that one row of outliers does not stand for its whole tile.
     ratio = torch.where(squared_error == 0, squared_error, squared_error / variance)
-    group = torch.arange(len(p), device=p.device) // _TILE
+    group = torch.arange(ratio.shape[1], device=ratio.device) // _TILE
     rows = torch.bincount(group)
     mean, of_variance, of_size = (
-        values.new_zeros(len(rows)).index_add_(0, group, values) for values in (ratio, variance, size)
+        values.new_zeros(len(ratio), len(rows)).index_add_(1, group, values) for values in (ratio, variance, size)
     )
     by_row = _judge(ratio, variance, size, torch.ones_like(group))
     return max(by_row, _judge(mean / rows, of_variance, of_size, rows), key=_badness)
@@ -239,10 +250,11 @@ def _judge(ratio: Tensor, variance: Tensor, size: Tensor, rows: Tensor) -> Compa
 
     Error and bound are given relative to the product's own size in that group.
     """
-    limit = 1 + _DEVIATIONS / (2 * _VECTORS * rows).sqrt().to(ratio.dtype)
+    limit = (1 + _DEVIATIONS / (2 * _VECTORS * rows).sqrt().to(ratio.dtype)).expand_as(ratio)
     worst = int((ratio.sqrt() / limit).argmax())  # NaN counts as the largest
-    sigma = math.sqrt(float(variance[worst]) / (float(size[worst]) or torch.finfo(size.dtype).tiny))
-    return Comparison(math.sqrt(float(ratio[worst])) * sigma, float(limit[worst]) * sigma, where="")
+    found, of_variance, of_size, most = (float(values.reshape(-1)[worst]) for values in (ratio, variance, size, limit))
+    sigma = math.sqrt(of_variance / (of_size or torch.finfo(size.dtype).tiny))
+    return Comparison(math.sqrt(found) * sigma, most * sigma, where="")
 
 
 def _between(tensor: Tensor, source_dtype: torch.dtype | None) -> torch.dtype | None:

@@ -24,6 +24,7 @@ from mla_convert.absorption import (
     slice_rows,
     split_kv_b,
 )
+from mla_convert.architectures import LayerSpec
 from mla_convert.checkpoint import Checkpoint
 from mla_convert.destination import CARD, check_space, destination
 from mla_convert.formats import plain
@@ -168,19 +169,24 @@ def _write(
 def _absorb(checkpoint: Checkpoint, layer: PlannedLayer, device: torch.device, writer: SidecarWriter) -> StoredLayer:
     """Make and write the tensors of one layer."""
     spec, stored = layer.spec, {}
-    w_uk, w_uv = split_kv_b(_operand(checkpoint, spec.kv_b, device), spec.geometry)
+    kv_b = _operand(checkpoint, spec.kv_b, device)
     for key, planned in layer.tensors.items():
         rounding = Rounding(planned.name)
-        if key == "qk":
-            query = _operand(checkpoint, spec.query, device)
-            tensor = fuse_qk(w_uk, query, spec.geometry, planned.dtype, rounding)
-        elif key == "ov":
-            tensor = fuse_ov(w_uv, _operand(checkpoint, spec.o, device), spec.geometry, planned.dtype, rounding)
-        else:
-            tensor = slice_rows(w_uk if key == "k_b" else w_uv, planned.dtype, rounding)
-        writer.write(planned.name, tensor)
+        # Handed on without a name: one side's tensor is gone before the other's is made.
+        writer.write(planned.name, _make(checkpoint, spec, key, kv_b, planned.dtype, rounding))
         stored[key] = dataclasses.replace(planned, largest_error=rounding.largest, frobenius_error=rounding.frobenius)
     return StoredLayer(spec.index, spec.geometry, layer.forms.qk, layer.forms.vo, stored, layer.sources)
+
+
+def _make(
+    checkpoint: Checkpoint, spec: LayerSpec, key: str, kv_b: Tensor, dtype: torch.dtype, rounding: Rounding
+) -> Tensor:
+    w_uk, w_uv = split_kv_b(kv_b, spec.geometry)
+    if key == "qk":
+        return fuse_qk(w_uk, _operand(checkpoint, spec.query, kv_b.device), spec.geometry, dtype, rounding)
+    if key == "ov":
+        return fuse_ov(w_uv, _operand(checkpoint, spec.o, kv_b.device), spec.geometry, dtype, rounding)
+    return slice_rows(w_uk if key == "k_b" else w_uv, dtype, rounding)
 
 
 def _operand(checkpoint: Checkpoint, name: str, device: torch.device) -> Tensor:
