@@ -86,11 +86,14 @@ class Sidecar:
         self, layer: StoredLayer, module: Any, tensors: dict[str, Tensor], cast: SourceTensor | None
     ) -> Comparison:
         g = layer.geometry
-        dtype = None if cast is None else cast.source_dtype
+        # Only what was dequantized has been rounded to the source's dtype between the source and the model.
+        dtype = cast.source_dtype if cast is not None and cast.quantized else None
+        exact = all(layer.tensors[key].largest_error == 0 for key in ("k_b", "v_b") if key in tensors)
         kv_b = module.kv_b_proj.weight.detach()
         found = []
         if "k_b" in tensors or "v_b" in tensors:
-            found.append(compare_factored(tensors.get("k_b"), tensors.get("v_b"), kv_b, g, source_dtype=dtype))
+            rows = tensors.get("k_b"), tensors.get("v_b")
+            found.append(compare_factored(*rows, kv_b, g, source_dtype=dtype, stored_exactly=exact))
         if "qk" in tensors:
             query = getattr(module, query_name(module)).weight.detach()
             found.append(compare_fused_qk(tensors["qk"], kv_b, query, g, source_dtype=dtype))

@@ -125,6 +125,14 @@ def test_a_cast_model_may_differ_by_rounding_only(
             mla_convert.patch(model, out)
 
 
+def test_one_changed_bit_shows_through_an_exact_cast(example_path: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    out = converted(example_path, tmp_path, form="factored")
+    model = AutoModelForCausalLM.from_pretrained(example_path, dtype=torch.bfloat16)
+    flip_one_bit(model, "kv_b_proj")
+    with pytest.raises(MismatchError, match="layer 2: "):
+        mla_convert.patch(model.float(), out)
+
+
 def test_fp8_that_transformers_misreads_is_named(fp8_path: pathlib.Path, tmp_path: pathlib.Path) -> None:
     """Blocks taken to be as large as rows over grid rows, which is what transformers does on a CPU."""
     out = converted(fp8_path, tmp_path)
