@@ -15,6 +15,7 @@ from mla_convert import console, version
 
 if TYPE_CHECKING:
     from mla_convert.conversion import ConversionReport
+    from mla_convert.demo import DemoReport
     from mla_convert.report import BenchmarkReport
 
 
@@ -181,3 +182,31 @@ def _show_benchmark(output: console.Output, report: BenchmarkReport) -> None:
     """The table of a benchmark, what was patched, and where it ran."""
     output.table(report.title, report.columns, report.rows())
     output.notes([str(report.patch), report.setting, *report.notes])
+
+
+@app.command()
+def demo(
+    ctx: typer.Context,
+    out: Annotated[
+        str | None,
+        typer.Option(metavar="DIR", help="A new folder; by default mla-demo here, with a number if that is there."),
+    ] = None,
+    json: JsonTarget = None,
+) -> None:
+    """Convert, patch, verify and time the checkpoint that ships with this program, and let it write."""
+    output = console.Output(ctx.obj, json)
+    from mla_convert.demo import demo as run
+
+    report = run(out, say=lambda line: output.notes([line]))
+    _show_demo(output, report)
+    output.json(report.to_dict())
+    if not report.passed:
+        raise typer.Exit(console.EXIT_CHECK_FAILED)
+
+
+def _show_demo(output: console.Output, report: DemoReport) -> None:
+    """What was generated, the table, and the paths."""
+    output.notes(["", "the original continues the prompt with:", "", *(report.prompt + report.text).splitlines(), ""])
+    output.table("Patched beside the original, float32, one thread", report.columns, report.rows())
+    output.notes([*report.failures, *report.notes, "", f"in {report.seconds:.0f} s; wrote"])
+    output.notes([f"  {path}" for path in report.files])

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 LOGGER = logging.getLogger("mla_convert")
 
+EXIT_CHECK_FAILED = 1
 EXIT_FAULTY_INPUT = 2
 EXIT_INTERRUPTED = 128 + 2  # as a shell reports SIGINT
 EXIT_BROKEN_PIPE = 128 + 13  # as a shell reports SIGPIPE

@@ -8,6 +8,7 @@ edge may be partial. ``weight[i, j] = code[i, j] · scale[i // block rows, j // 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -152,7 +153,14 @@ def count_nonfinite(tensor: torch.Tensor) -> int:
         return 0
     flat = tensor.reshape(-1)
     pieces = (flat[start : start + _CHUNK] for start in range(0, flat.numel(), _CHUNK))
-    return sum(int((~torch.isfinite(piece.float() if piece.element_size() == 1 else piece)).sum()) for piece in pieces)
+    return sum(_count(piece.float() if piece.element_size() == 1 else piece) for piece in pieces)
+
+
+def _count(piece: torch.Tensor) -> int:
+    # The extremes of a piece are NaN or infinite if anything in it is, and cost a twentieth of looking at each value.
+    if all(math.isfinite(float(extreme)) for extreme in torch.aminmax(piece)):
+        return 0
+    return int((~torch.isfinite(piece)).sum())
 
 
 def refuse_nonfinite(name: str, bad: int, total: int, dtype: torch.dtype) -> None:
