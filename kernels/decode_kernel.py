@@ -283,9 +283,11 @@ def join_kernel(
     at = base
     for _ in range(0, used):
         part_lse = tl.load(parts_lse + at)
-        weight = tl.where(part_lse > -float("inf"), tl.exp(part_lse - tl.where(some, log_sum, 0.0)), 0.0)
+        weight = tl.where(part_lse > -float("inf"), tl.exp(part_lse - tl.where(some, top, 0.0)), 0.0)
         acc += weight * tl.load(parts_out + at * C + c, mask=c < C, other=0.0)
         at += rows_here
     target = sequence.to(tl.int64) * rows_here + row
-    tl.store(out + target * C + c, (acc * kept).to(out.dtype.element_ty), mask=c < C)
+    # Divided by the weights' own sum: far from zero, a rounded log-sum-exp would not make them add up to one.
+    acc = acc * (kept / tl.where(some, total, 1.0))
+    tl.store(out + target * C + c, acc.to(out.dtype.element_ty), mask=c < C)
     tl.store(lse + target, whole)

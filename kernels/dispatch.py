@@ -2,31 +2,70 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
+import logging
+import os
+
 import torch
 
 from mla_convert.errors import UsageError
 from mla_convert.kernels import torch_decode
 from mla_convert.kernels.arguments import DecodeArguments, LatentScale, check
+from mla_convert.kernels.custom_op import run_backend, run_compiled
 
-BACKENDS = ("auto", "torch")
+logger = logging.getLogger(__name__)
+
+BACKENDS = ("auto", "triton", "torch")
 
 
-def choose_backend(backend: str, device: torch.device) -> str:
-    """The backend that will run on ``device``; ``backend`` is one of :data:`BACKENDS`.
+@functools.cache
+def has_triton() -> bool:
+    """Whether the triton package is installed."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def _interpreted() -> bool:
+    """Whether Triton runs its kernels in Python on the CPU (for tests)."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def choose_backend(backend: str, device: torch.device, latent_dtype: torch.dtype | None = None) -> str:
+    """The backend that will run on ``device``: "triton" or "torch".
+
+    ``backend`` is one of :data:`BACKENDS`. "auto" takes Triton on CUDA and ROCm devices where it is installed, unless
+    the latent is in a form that it does not read (int4), and PyTorch everywhere else.
 
     Raises:
-        UsageError: for a name that is not a backend of this version.
+        UsageError: for a name that is not known, or a backend that was asked for and cannot run there.
     """
     if backend not in BACKENDS:
         raise UsageError(f"backend {backend!r} is not known; choose one of {', '.join(BACKENDS)}")
+    if backend == "triton":
+        if not has_triton():
+            raise UsageError("backend='triton' needs the triton package: pip install triton, or use backend='torch'")
+        if device.type != "cuda" and not _interpreted():
+            raise UsageError(f"backend='triton' runs on CUDA and ROCm devices, found {device}; use 'auto' or 'torch'")
+        return "triton"
+    if backend == "auto" and device.type == "cuda" and has_triton() and latent_dtype != torch.uint8:
+        return "triton"
     return "torch"
 
 
 def describe_backend(backend: str, device: torch.device) -> str:
     """The choice and what it runs, for ``handle.describe()`` and logs."""
     name = choose_backend(backend, device)
-    detail = torch_decode.describe() if device.type == "cpu" else "PyTorch matrix products"
-    return f"{name} ({detail})"
+    if name == "triton":
+        return "triton (interpreted)" if device.type == "cpu" else "triton"
+    return f"torch ({torch_decode.describe() if device.type == 'cpu' else 'PyTorch matrix products'})"
+
+
+@functools.cache
+def _announce(name: str, device: torch.device) -> None:
+    """Log what runs, once for each backend and device."""
+    logger.info("absorbed decode on %s runs on the %s backend", device, name)
+    if name == "triton" and device.type == "cuda":
+        logger.info("Triton compiles its kernel at the first call of each kind, which takes seconds")
 
 
 def absorbed_decode(
@@ -80,5 +119,11 @@ def absorbed_decode(
             q_latent, q_rope, latent, k_rope, scale, kv_lens, mask, block_table, indices, sinks, latent_scale
         )
     )
-    choose_backend(backend, q_latent.device)
-    return torch_decode.torch_decode(args)
+    name = choose_backend(backend, q_latent.device, latent.dtype)
+    if torch.compiler.is_compiling():
+        # PyTorch's products on an accelerator are left to the compiler; everything else is one operator to it.
+        return (
+            run_backend(name, args) if name == "torch" and q_latent.device.type != "cpu" else run_compiled(name, args)
+        )
+    _announce(name, q_latent.device)
+    return run_backend(name, args)

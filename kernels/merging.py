@@ -23,11 +23,11 @@ def merge(
 
 def merge_parts(outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`merge` for any number of parts: ``outs`` [parts, ..., C], ``lses`` [parts, ...]."""
-    lse = torch.logsumexp(lses, dim=0)
     empty = torch.isneginf(lses)
-    weights = torch.exp(lses - lse).masked_fill(empty, 0.0)[..., None]
+    # Softmax and not exp(lses - lse): far from zero, a rounded log-sum-exp would not make the weights add up to one.
+    weights = torch.softmax(lses, dim=0).masked_fill(empty, 0.0)[..., None]
     total = (outs.to(weights.dtype) * weights).masked_fill(empty[..., None], 0.0).sum(dim=0)
-    return total.to(outs.dtype), lse
+    return total.to(outs.dtype), torch.logsumexp(lses, dim=0)
 
 
 def with_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -187,6 +187,23 @@ def test_merge_never_reads_an_empty_part() -> None:
     assert torch.equal(empty, torch.zeros_like(out)) and torch.equal(empty_lse, none)
 
 
+def test_logits_far_below_zero() -> None:
+    """A model can have all logits near -1e5, where float32 resolves a log-sum-exp to 0.008 only."""
+    before = torch.get_num_threads()
+    latent, k_rope = torch.full((1, 1100, 64), 50.0), torch.randn(1, 1100, 16)
+    try:
+        torch.set_num_threads(2)
+        out, lse = absorbed_decode(
+            torch.full((1, 1, 3, 64), -400.0), torch.randn(1, 1, 3, 16), latent, k_rope, scale=0.1
+        )
+    finally:
+        torch.set_num_threads(before)
+    assert float(lse.max()) < -1e5
+    torch.testing.assert_close(out, torch.full_like(out, 50.0))
+    half = (out, lse - 0.7)
+    torch.testing.assert_close(merge(*half, *half)[0], out)
+
+
 def test_sinks_go_to_one_part_only() -> None:
     args = build(Case(batch=1, lens=(50,), sinks=True))
     latent, k_rope = args.latent[:, :50], args.k_rope[:, :50]
