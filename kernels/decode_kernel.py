@@ -272,22 +272,23 @@ def join_kernel(
     lses = tl.load(parts_lse + base + part.to(tl.int64) * rows_here, mask=part < used, other=-float("inf"))
     top = tl.max(lses, axis=0)
     some = top > -float("inf")
-    total = tl.sum(tl.where(lses > -float("inf"), tl.exp(lses - tl.where(some, top, 0.0)), 0.0), axis=0)
-    log_sum = tl.where(some, top + tl.log(tl.where(some, total, 1.0)), -float("inf"))
-    whole = log_sum
-    kept = 1.0
-    if HAS_SINKS:
-        whole, kept = _join_sink(log_sum, tl.load(sinks + row % heads).to(tl.float32))
     c = tl.arange(0, BC)
     acc = tl.zeros([BC], dtype=tl.float32)
+    # Added one after the other: a tree's order would depend on how many parts the cache has room for.
+    total = 0.0
     at = base
     for _ in range(0, used):
         part_lse = tl.load(parts_lse + at)
         weight = tl.where(part_lse > -float("inf"), tl.exp(part_lse - tl.where(some, top, 0.0)), 0.0)
+        total += weight
         acc += weight * tl.load(parts_out + at * C + c, mask=c < C, other=0.0)
         at += rows_here
-    target = sequence.to(tl.int64) * rows_here + row
+    log_sum = tl.where(some, top + tl.log(tl.where(some, total, 1.0)), -float("inf"))
+    kept = 1.0
+    if HAS_SINKS:
+        log_sum, kept = _join_sink(log_sum, tl.load(sinks + row % heads).to(tl.float32))
     # Divided by the weights' own sum: far from zero, a rounded log-sum-exp would not make them add up to one.
     acc = acc * (kept / tl.where(some, total, 1.0))
+    target = sequence.to(tl.int64) * rows_here + row
     tl.store(out + target * C + c, acc.to(out.dtype.element_ty), mask=c < C)
-    tl.store(lse + target, whole)
+    tl.store(lse + target, log_sum)
