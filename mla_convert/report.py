@@ -82,8 +82,9 @@ class BenchmarkReport:
     def setting(self) -> str:
         """Where and how, in a line."""
         m = self.machine
+        threads = "1 thread" if m.threads == 1 else f"{m.threads} threads"
         return (
-            f"{self.repetitions} repetitions in turns, {m.threads} threads, {m.device}, torch {m.torch}, "
+            f"{self.repetitions} repetitions in turns, {threads}, {m.device}, torch {m.torch}, "
             f"transformers {m.transformers} ({self.patch.original_attention}), backend {self.patch.backend}"
         )
 

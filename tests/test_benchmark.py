@@ -214,7 +214,7 @@ def made() -> BenchmarkReport:
 def test_the_report_in_words(made: BenchmarkReport) -> None:
     text = str(made)
     assert "1,000 (1,000 … 1,010)" in text and "4,096" in text and "5.00 (4.20 … 7.50)" in text
-    assert f"{torch.get_num_threads()} threads" in text and torch.__version__ in text
+    assert f"3 repetitions in turns, {torch.get_num_threads()} thread" in text and torch.__version__ in text
     assert device_name(torch.device("cpu")) in text and "(sdpa)" in text
     assert made.notes == [text.splitlines()[-1]]
     assert "the quartiles at 4,096 lie up to 50% of the median apart" in made.notes[0]
