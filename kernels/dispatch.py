@@ -19,10 +19,12 @@ logger = logging.getLogger(__name__)
 BACKENDS = ("auto", "triton", "torch")
 
 
-@functools.cache
+_INSTALLED = importlib.util.find_spec("triton") is not None
+
+
 def has_triton() -> bool:
     """Whether the triton package is installed."""
-    return importlib.util.find_spec("triton") is not None
+    return _INSTALLED
 
 
 def _interpreted() -> bool:
@@ -127,3 +129,31 @@ def absorbed_decode(
         )
     _announce(name, q_latent.device)
     return run_backend(name, args)
+
+
+def warm_up(backend: str, device: torch.device, dtype: torch.dtype, *, heads: int, latent: int, rope: int) -> int:
+    """Run every kind of call that decoding one token makes, so that Triton compiles now and not in the first step.
+
+    Args:
+        heads, latent, rope: H, C and R of the model's attention.
+
+    Returns:
+        How many kinds ran; 0 on the PyTorch backend, which compiles nothing.
+    """
+    if choose_backend(backend, device) != "triton":
+        return 0
+    from mla_convert.kernels.triton_decode import tile_for
+
+    def call(kv_len: int, masked: bool) -> DecodeArguments:
+        rows = torch.zeros(1, kv_len, latent + rope, dtype=dtype, device=device)
+        query = torch.zeros(1, 1, heads, latent + rope, dtype=dtype, device=device)
+        lens = torch.full((1,), kv_len, device=device) if masked else None
+        mask = torch.ones(1, 1, kv_len, dtype=torch.bool, device=device) if masked else None
+        parts = query[..., :latent], query[..., latent:], rows[..., :latent], rows[..., latent:]
+        return DecodeArguments(*parts, 1.0, kv_lens=lens, mask=mask)
+
+    several_parts = tile_for(call(16, False)).split_tokens + 16
+    calls = [call(kv_len, masked) for kv_len in (16, several_parts) for masked in (False, True)]
+    for args in calls:
+        run_backend("triton", args)
+    return len(calls)

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from mla_convert.absorption import FORMS, Form, Forms, choose_form
 from mla_convert.architectures import FAMILIES, Family
 from mla_convert.errors import PatchError, UnsupportedModelError, UsageError
-from mla_convert.kernels.dispatch import choose_backend, describe_backend
+from mla_convert.kernels.dispatch import choose_backend, describe_backend, warm_up
 from mla_convert.patches.attention import begin_call, end_call, passed_through, registered_name
 from mla_convert.patches.fused import FusedOutput, FusedQuery
 from mla_convert.patches.layer import ATTRIBUTE, AbsorbedLayer, Options, layer_of
@@ -104,8 +104,13 @@ class PatchHandle:
                 layer.derive(module)
 
     def warmup(self) -> None:
-        """Compile ahead what the first call would otherwise compile; the PyTorch backend has nothing to compile."""
-        _state_of(self.model)
+        """Compile ahead what the first steps would otherwise compile; the PyTorch backend has nothing to compile."""
+        backend = _state_of(self.model).options.backend
+        weights = [(layer.geometry, layer.sources[0].weight) for layer in _patched_layers(self.model)]
+        for g, dtype, device in dict.fromkeys((g, weight.dtype, weight.device) for g, weight in weights):
+            heads, latent, rope = g.num_heads, g.kv_lora_rank, g.qk_rope_head_dim
+            ran = warm_up(backend, device, dtype, heads=heads, latent=latent, rope=rope)
+            logger.info("warmed up %d kinds of call on %s", ran, device)
 
     def unpatch(self) -> None:
         """Give the model back as it was; see :func:`unpatch`."""

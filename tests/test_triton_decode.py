@@ -262,6 +262,27 @@ def test_empty_inputs() -> None:
     assert out.shape == (2, 0, 3, 64) and lse.shape == (2, 0, 3)
 
 
+def test_warming_up_runs_every_kind_of_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One part and several, with and without a mask, in the model's dims."""
+    launches: list[DecodeArguments] = []
+    launch = triton_decode.launch
+    monkeypatch.setattr(triton_decode, "launch", lambda args, tile: launches.append(args) or launch(args, tile))
+    model = models.deepseek_v3()
+    with mla_convert.patched(model, backend="triton") as handle:
+        handle.warmup()
+    split = triton_decode.tile_for(launches[0]).split_tokens
+    assert [(a.kv_len > split, a.mask is not None, a.kv_lens is not None) for a in launches] == [
+        (False, False, False),
+        (False, True, True),
+        (True, False, False),
+        (True, True, True),
+    ]
+    assert {(a.q_latent.shape[2], a.q_latent.shape[3], a.q_rope.shape[3]) for a in launches} == {(3, 40, 8)}
+    with mla_convert.patched(model, backend="torch") as handle:
+        handle.warmup()
+    assert len(launches) == 4
+
+
 @torch.inference_mode()
 def test_a_patched_model_on_the_kernel() -> None:
     model, ids = models.deepseek_v3(), models.tokens(2, 12)
@@ -277,6 +298,36 @@ def test_a_patched_model_on_the_kernel() -> None:
                     step = model(ids[:, at : at + 2], attention_mask=mask[:, : at + 2], cache=cache)
                     logits.append(step.logits)
                 assert models.relative(torch.cat(logits, 1)[mask.bool()], expected) <= 1e-4
+
+
+@torch.inference_mode()
+def test_one_operator_in_compiled_code() -> None:
+    """No graph break, and the same result as outside; shapes of the fake are those of the real one."""
+    args = build(Case(masked=True, sinks=True))
+    expected = run(args, backend="triton")
+
+    def call(q_latent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return run(args, q_latent=q_latent * 1, backend="triton")
+
+    found = torch.compile(call, fullgraph=True, backend="aot_eager")(args.q_latent)
+    torch.testing.assert_close(found, expected)
+    torch.library.opcheck(
+        torch.ops.mla_convert.absorbed_decode.default,
+        (
+            args.q_latent,
+            args.q_rope,
+            args.latent,
+            args.k_rope,
+            0.1,
+            args.kv_lens,
+            args.mask,
+            None,
+            None,
+            args.sinks,
+            None,
+            "triton",
+        ),
+    )
 
 
 @pytest.mark.parametrize("kind", [torch.float8_e4m3fn, torch.float8_e4m3fnuz], ids=str)
