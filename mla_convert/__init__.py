@@ -14,29 +14,34 @@ if TYPE_CHECKING:
     from mla_convert.benchmark import bench as bench
     from mla_convert.conversion import convert as convert
     from mla_convert.geometry import MLAGeometry as MLAGeometry
+    from mla_convert.judgement import VerificationReport as VerificationReport
     from mla_convert.patches.apply import patch as patch
     from mla_convert.patches.apply import patched as patched
     from mla_convert.patches.apply import unpatch as unpatch
     from mla_convert.patches.cache import LatentCache as LatentCache
     from mla_convert.patches.loading import load as load
     from mla_convert.report import BenchmarkReport as BenchmarkReport
+    from mla_convert.verification import verify as verify
 
 _LAZY = {
     "BenchmarkReport": "mla_convert.report",
     "LatentCache": "mla_convert.patches.cache",
     "MLAGeometry": "mla_convert.geometry",
+    "VerificationReport": "mla_convert.judgement",
     "bench": "mla_convert.benchmark",
     "convert": "mla_convert.conversion",
     "load": "mla_convert.patches.loading",
     "patch": "mla_convert.patches.apply",
     "patched": "mla_convert.patches.apply",
     "unpatch": "mla_convert.patches.apply",
+    "verify": "mla_convert.verification",
 }
 
 __all__ = [
     "BenchmarkReport",
     "LatentCache",
     "MLAGeometry",
+    "VerificationReport",
     "__version__",
     "bench",
     "convert",
@@ -44,6 +49,7 @@ __all__ = [
     "patch",
     "patched",
     "unpatch",
+    "verify",
 ]
 
 

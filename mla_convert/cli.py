@@ -16,6 +16,7 @@ from mla_convert import console, version
 if TYPE_CHECKING:
     from mla_convert.conversion import ConversionReport
     from mla_convert.demo import DemoReport
+    from mla_convert.judgement import VerificationReport
     from mla_convert.report import BenchmarkReport
 
 
@@ -137,6 +138,53 @@ def _show_conversion(output: console.Output, report: ConversionReport) -> None:
         facts["largest rounding error"] = f"{report.largest_error:.2g} of the tensor's largest value{where}"
     output.facts(facts)
     output.notes([*report.notes, f"nothing was written to {report.out}" if report.dry_run else f"wrote {report.out}"])
+
+
+@app.command()
+def verify(
+    ctx: typer.Context,
+    source: Source,
+    out: Absorbed = None,
+    form: Annotated[Form, typer.Option(help="The form of both sides, where OUT does not decide it.")] = Form.auto,
+    qk: Annotated[Form | None, typer.Option(help="The key side's form, where it differs from --form.")] = None,
+    vo: Annotated[Form | None, typer.Option(help="The value side's form, where it differs from --form.")] = None,
+    dtype: Annotated[Dtype, typer.Option(metavar="DTYPE", help="What the model is loaded in.")] = Dtype.float32,
+    prompts: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Text to compare on, where SOURCE has a tokenizer.")
+    ] = None,
+    prefill: Annotated[int, typer.Option(metavar="N", help="Tokens given at once, before decoding.")] = 64,
+    decode: Annotated[
+        int | None, typer.Option(metavar="N", help="Tokens decoded after them; by default 48, in lower precision 64.")
+    ] = None,
+    batch: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Sequences side by side; by default 4, in lower precision 4,096 / --decode."),
+    ] = None,
+    backend: Annotated[str, typer.Option(help="What computes attention in latent space.")] = "auto",
+    json: JsonTarget = None,
+) -> None:
+    """Compare SOURCE with itself patched, at every position: is it still the same model?
+
+    Exits with 1 where it is not.
+    """
+    output = console.Output(ctx.obj, json)
+    from mla_convert.verification import verify as run
+
+    forms = {"form": form, "qk": qk, "vo": vo}
+    options = {"dtype": dtype, "prompts": prompts, "decode": decode, "batch": batch, "backend": backend}
+    with output.progress("calls") as progress:
+        report = run(source, out, prefill=prefill, progress=progress, **forms, **options)  # type: ignore[arg-type]
+    _show_verification(output, report)
+    output.json(report.to_dict())
+    if not report.passed:
+        raise typer.Exit(console.EXIT_CHECK_FAILED)
+
+
+def _show_verification(output: console.Output, report: VerificationReport) -> None:
+    """What was compared, the figures of each stage, what broke which bound, and the verdict."""
+    output.facts(report.summary())
+    output.table("Distance from the original", *report.rows())
+    output.notes([*report.failures, *report.notes, report.verdict])
 
 
 @app.command()

@@ -1,0 +1,150 @@
+"""What is verified: a model in memory or a checkpoint folder, with its absorbed weights, and in other precisions."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pathlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from mla_convert.checkpoint import Checkpoint
+from mla_convert.destination import FOLDER
+from mla_convert.errors import UsageError
+from mla_convert.formats import plain
+from mla_convert.judgement import StageReport
+from mla_convert.manifest import Manifest
+from mla_convert.patches.apply import attention_modules
+from mla_convert.patches.loading import load_original
+from mla_convert.quiet import no_loading_bars
+from mla_convert.storage import AbsorbedCheckpoint
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class Subject:
+    """What is verified, and the same model in other dtypes."""
+
+    def __init__(
+        self,
+        given: PreTrainedModel | str | os.PathLike[str],
+        absorbed: str | os.PathLike[str] | None,
+        dtype: str | torch.dtype | None,
+    ) -> None:
+        self.absorbed = absorbed
+        self.manifest: Manifest | None = None
+        self.source: str | None = None
+        self.folder: str | None = None
+        if isinstance(given, PreTrainedModel):
+            self._take_model(given, dtype)
+        else:
+            self._open(given, dtype)
+        if self.absorbed is not None and self.manifest is None:
+            self.manifest = AbsorbedCheckpoint.open(self.absorbed).manifest
+
+    def _take_model(self, model: PreTrainedModel, dtype: str | torch.dtype | None) -> None:
+        self.source, self.model = None, model
+        own = attention_modules(model)[0][1].kv_b_proj.weight.dtype  # type: ignore[union-attr]
+        assert isinstance(own, torch.dtype)
+        self.dtype = own
+        if dtype is not None and parse_dtype(dtype) != own:
+            raise UsageError(
+                f"the model is in {plain(own)}, and dtype={plain(parse_dtype(dtype))} was asked for: leave it out"
+            )
+        place = str(getattr(model, "name_or_path", "") or "")
+        self.folder = place if place and pathlib.Path(place).is_dir() else None
+        self.label = place or type(model).__name__
+
+    def _open(self, source: str | os.PathLike[str], dtype: str | torch.dtype | None) -> None:
+        checkpoint = Checkpoint.open(source)
+        own = checkpoint.config.get("dtype", "float32")
+        self.dtype = torch.float32 if dtype is None else parse_dtype(own if dtype == "source" else dtype)
+        if self.absorbed is None and (pathlib.Path(source) / FOLDER).is_dir():
+            self.absorbed = source
+        if self.absorbed is not None:
+            store = AbsorbedCheckpoint.open(self.absorbed)
+            store.check_source(checkpoint)
+            self.manifest = store.manifest
+        self.source = self.folder = self.label = os.fspath(source)
+        self.model = self._load(self.dtype)
+
+    def _load(self, dtype: torch.dtype) -> PreTrainedModel:
+        """The source in ``dtype``; FP8 blocks are rounded once to what the absorbed weights were stored in."""
+        assert self.source is not None
+        stored = None if self.manifest is None else getattr(torch, self.manifest.dtype, None)
+        with no_loading_bars():
+            return load_original(self.source, dtype=dtype, stored_dtype=stored)
+
+    @property
+    def vocabulary(self) -> int:
+        """Rows of the embedding."""
+        embeddings: Any = self.model.get_input_embeddings()
+        return int(embeddings.weight.shape[0])
+
+    def at(self, dtype: torch.dtype) -> PreTrainedModel:
+        """The original in ``dtype``: the model itself where it is in that, else another."""
+        if dtype == self.dtype:
+            return self.model
+        return cast_copy(self.model, dtype) if self.source is None else self._load(dtype)
+
+    def floor_dtype(self) -> torch.dtype | None:
+        """The lowest precision that anything here was rounded to; None where that is float32 or better."""
+        dtypes = [self.dtype, *self._rounded_to()]
+        lowest = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
+        return lowest if torch.finfo(lowest).eps > torch.finfo(torch.float32).eps else None
+
+    def _rounded_to(self) -> Iterator[torch.dtype]:
+        """Dtypes of stored weights that are not the source's own numbers.
+
+        Slices of a quantized source are no matter: the original is rounded to the same numbers.
+        """
+        for layer in () if self.manifest is None else self.manifest.layers:
+            assert self.manifest is not None
+            quantized = any(self.manifest.source.tensors[name].quantized for name in layer.sources)
+            for key, tensor in layer.tensors.items():
+                exact = key in ("k_b", "v_b") and (quantized or not tensor.largest_error)
+                if not exact:
+                    yield tensor.dtype
+
+    def notes(self, reports: Sequence[StageReport]) -> Iterator[str]:
+        """What the figures do not say by themselves."""
+        rounded = {plain(dtype) for dtype in self._rounded_to() if torch.finfo(dtype).bits < 32}
+        if rounded:
+            patched = max(stage.patched.largest_relative_settled for stage in reports)
+            own = max(stage.floor.largest_relative_settled for stage in reports if stage.floor is not None)
+            yield (
+                f"absorbed weights were rounded to {', '.join(sorted(rounded))}: logits move by up to {patched:.1e} of "
+                f"their range, and by up to {own:.1e} in the original at that precision (positions where routers "
+                "keep to their experts)"
+            )
+        if self.source is not None and self.absorbed == self.source:
+            yield f"the absorbed weights are those in {pathlib.Path(self.source) / FOLDER}"
+        quantized = self.manifest is not None and any(t.quantized for t in self.manifest.source.tensors.values())
+        if quantized and self.source is None and not all(stage.passed for stage in reports):
+            yield (
+                "the source of these absorbed weights is quantized, and the model may have been dequantized to another "
+                "dtype than they were: verify the folder itself, which rounds both alike"
+            )
+
+
+def parse_dtype(given: str | torch.dtype) -> torch.dtype:
+    """The dtype of that name; UsageError for one that is not compared."""
+    name = plain(given) if isinstance(given, torch.dtype) else given
+    if name not in DTYPES:
+        raise UsageError(f"dtype {name!r}; supported are {', '.join(DTYPES)}, and source for a folder")
+    return DTYPES[name]
+
+
+def cast_copy(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """A copy of ``model`` in ``dtype``; what transformers would keep in float32 when loading stays as it is."""
+    kept = set(model._keep_in_fp32_modules_strict or ())
+    if dtype == torch.float16:
+        kept |= set(model._keep_in_fp32_modules or ())
+    other = copy.deepcopy(model)
+    for name, parameter in other.named_parameters():
+        if parameter.is_floating_point() and not any(part in name for part in kept):
+            parameter.data = parameter.data.to(dtype)
+    return other

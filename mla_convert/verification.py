@@ -1,0 +1,198 @@
+"""Is it still the same model? Original and patched, side by side, at every position.
+
+Two rules, of which one applies:
+
+- **strict**: a float32 model whose absorbed weights were not rounded. The largest difference of any logit at any
+  position is at most :data:`STRICT` of the original's range of logits at that position.
+- **floor**: a lower precision, be it the model's or that of absorbed weights that were rounded. The original itself, at
+  that precision, has a distance from the float32 original: the floor. The patched model may be little farther away
+  (:mod:`mla_convert.judgement`).
+
+Either way attention has to have run in latent space, in every layer: a verification of what never ran proves nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from mla_convert.divergence import Divergence, compare
+from mla_convert.errors import UsageError
+from mla_convert.formats import plain
+from mla_convert.judgement import MINIMUM, StageReport, VerificationReport, judge
+from mla_convert.patches.apply import PatchDescription, patched
+from mla_convert.prompts import Prompts, read_prompts
+from mla_convert.stages import Outputs, Stage, counted_calls, run
+from mla_convert.subject import Subject
+
+BLOCK = 3
+
+
+def verify(
+    model_or_source: PreTrainedModel | str | os.PathLike[str],
+    absorbed: str | os.PathLike[str] | None = None,
+    *,
+    form: str = "auto",
+    qk: str | None = None,
+    vo: str | None = None,
+    dtype: str | torch.dtype | None = None,
+    prompts: str | os.PathLike[str] | None = None,
+    prefill: int = 64,
+    decode: int | None = None,
+    batch: int | None = None,
+    backend: str = "auto",
+    cache: str = "latent",
+    progress: Callable[[int, int], None] | None = None,
+) -> VerificationReport:
+    """Compare a model with itself patched: prefill, decode one token and three at a time, left padding, one sequence.
+
+    Args:
+        model_or_source: a transformers model that is not patched (it is while this runs, and is given back as it was),
+            or a checkpoint folder of any layout.
+        absorbed: a folder that ``convert`` wrote. None derives the absorbed weights from the model, unless the source
+            folder holds an ``mla_absorbed``, which ``mla_convert.load`` would use, too.
+        form, qk, vo, backend, cache: as for ``patch``.
+        dtype: of a model loaded from a folder: float32 by default, bfloat16, float16, or source (the config's).
+        prompts: a text file; by default the source's ``held_out.txt`` or a text that ships with this package. Without
+            a tokenizer in the source, random tokens are used, and the report says so.
+        prefill: tokens given at once before decoding.
+        decode: tokens decoded after them, per sequence. By default 48, or 64 under the floor rule.
+        batch: sequences side by side. By default 4, or as many as the floor rule's 4,096 positions need.
+            Logits of batch × (prefill + decode) positions are held in float32, several times.
+        progress: called with the calls done and their number.
+
+    Returns:
+        A report; ``passed`` is the answer, ``str()`` is for people, ``to_dict()`` for programs.
+
+    Raises:
+        MismatchError: the absorbed weights were made from another model or checkpoint.
+        UsageError: arguments that are not known or do not fit together.
+        MLAConvertError: whatever loading and patching raise.
+    """
+    started = time.perf_counter()
+    subject = Subject(model_or_source, absorbed, dtype)
+    floor = subject.floor_dtype()
+    sizes = _sizes(prefill, decode, batch, floored=floor is not None)
+    text = read_prompts(subject.folder, subject.vocabulary, prompts)
+    stages = _stages(text, sizes)
+    patching = {"form": form, "qk": qk, "vo": vo, "backend": backend, "cache": cache}
+    reports, description, routers = _compare_all(subject, floor, stages, patching, _Ticks(progress, stages, floor))
+    return VerificationReport(
+        source=subject.label,
+        absorbed=None if subject.absorbed is None else os.fspath(subject.absorbed),
+        rule="strict" if floor is None else "floor",
+        dtype=plain(subject.dtype),
+        floor_dtype=None if floor is None else plain(floor),
+        qk_form=description.qk_form,
+        vo_form=description.vo_form,
+        backend=description.backend,
+        cache=description.cache,
+        text=text.description,
+        random_text=text.random,
+        routers=routers,
+        stages=tuple(reports),
+        notes=tuple(subject.notes(reports)),
+        seconds=time.perf_counter() - started,
+    )
+
+
+def _compare_all(
+    subject: Subject, floor: torch.dtype | None, stages: list[Stage], patching: dict[str, Any], ticks: _Ticks
+) -> tuple[list[StageReport], PatchDescription, int]:
+    """Reference first, then the floor, then the patched model: at most two models are in memory."""
+    with _evaluating(subject.at(torch.float32)) as original:
+        # One call over all tokens gives the float32 original's logits for less; under the strict rule both take
+        # the same steps, so that nothing but the patch is between them.
+        references = [run(original, stage, whole=floor is not None, tick=ticks) for stage in stages]
+    del original
+    own: list[dict[str, Divergence]] = [{} for _ in stages]
+    if floor is not None:
+        with _evaluating(subject.at(floor)) as lower:
+            own = [_found(stage, r, run(lower, stage, tick=ticks)) for stage, r in zip(stages, references, strict=True)]
+        del lower
+    reports = []
+    with _evaluating(subject.model) as model, patched(model, subject.absorbed, **patching) as handle:
+        description = handle.describe()
+        for stage, reference, floors in zip(stages, references, own, strict=True):
+            with counted_calls(model) as calls:
+                found = _found(stage, reference, run(model, stage, tick=ticks))
+            reports += [judge(name, stage, calls, there, floors.get(name)) for name, there in found.items()]
+    return reports, description, len(references[0].routes)
+
+
+def _found(stage: Stage, reference: Outputs, outputs: Outputs) -> dict[str, Divergence]:
+    """For each part of a stage, the divergence at its real positions."""
+    rerouted = outputs.rerouted(reference)
+    found = {}
+    for name, (start, stop) in stage.parts().items():
+        chosen = stage.real.clone()
+        chosen[:, :start] = False
+        chosen[:, stop:] = False
+        found[name] = compare(reference.logits, outputs.logits, chosen, rerouted)
+    return found
+
+
+class _Ticks:
+    """Counts the calls of all models in all stages for a progress bar."""
+
+    def __init__(
+        self, progress: Callable[[int, int], None] | None, stages: list[Stage], floor: torch.dtype | None
+    ) -> None:
+        self.progress = progress
+        self.done = 0
+        steps = sum(len(stage.cuts()) for stage in stages)
+        self.total = 2 * steps + (0 if floor is None else len(stages))
+
+    def __call__(self) -> None:
+        self.done += 1
+        if self.progress is not None:
+            self.progress(self.done, self.total)
+
+
+def _sizes(prefill: int, decode: int | None, batch: int | None, *, floored: bool) -> tuple[int, int, int]:
+    """(prefill, decode, batch), with what was left open; UsageError where they are too small to prove anything."""
+    steps = decode if decode is not None else 64 if floored else 48
+    for name, value, least in (("prefill", prefill, 2), ("decode", steps, BLOCK), ("batch", batch, 2)):
+        if value is not None and value < least:
+            raise UsageError(f"{name}={value}; at least {least} are needed")
+    rows = batch if batch is not None else max(4, -(-MINIMUM // steps)) if floored else 4
+    if floored and rows * steps < MINIMUM:
+        raise UsageError(
+            f"batch={rows} times decode={steps} gives {rows * steps} positions, and judging a lower precision needs "
+            f"{MINIMUM:,}: take more of either, or leave batch out"
+        )
+    return prefill, steps, rows
+
+
+def _stages(text: Prompts, sizes: tuple[int, int, int]) -> list[Stage]:
+    prefill, decode, batch = sizes
+    total = prefill + decode
+    # Twice the sequences and half the steps: as many positions, and more lengths of padding.
+    padded = text.take(2 * batch, prefill + -(-decode // 2))
+    padding = torch.arange(2 * batch) * (prefill - 1) // (2 * batch - 1)
+    return [
+        Stage("prefill", text.take(batch, total), total),
+        Stage("decode", text.take(batch, total), prefill),
+        Stage(f"decode by {BLOCK}", text.take(batch, total), prefill, BLOCK),
+        Stage("left padding", padded, prefill, padding=padding.flip(0)),
+        Stage("one sequence", text.take(1, total // 2), min(prefill, total // 4)),
+    ]
+
+
+@contextlib.contextmanager
+def _evaluating(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
+    """``model`` in evaluation mode; each module goes back to the mode it was in."""
+    training = [module for module in model.modules() if module.training]
+    set_mode: Any = model  # transformers leaves eval untyped
+    set_mode.eval()
+    try:
+        yield model
+    finally:
+        for module in training:
+            module.training = True
