@@ -4,6 +4,10 @@ One tile of the latent is loaded once and serves as key and as value. The histor
 ``split_tokens``; each part is one program, and a second kernel joins the parts. Grids depend on
 shapes only, lengths are read on the device: launches can be captured in a CUDA graph.
 
+The rows of a program are the heads of one new token where ``PER_TOKEN`` holds (one new token, a mask or
+indices: whether a position counts is then the same for all rows), else of all new tokens of a sequence.
+"Sequence" in the code is what the rows belong to: a new token of one in the first case.
+
 Shapes in comments: BR rows, BN tokens, BC and BP the padded widths of latent and rotary key.
 """
 
@@ -62,6 +66,66 @@ def _join_sink(log_sum, sink):
 
 
 @triton.jit
+def _extent(kv_lens, sequence, kv_len, q_len, PER_TOKEN: tl.constexpr, HAS_LENS: tl.constexpr):
+    """Which entry of the batch a sequence's rows read, their (last) new token, tokens stored, positions it may see."""
+    b = sequence
+    token = q_len - 1
+    if PER_TOKEN:
+        b = sequence // q_len
+        token = sequence % q_len
+    stored = kv_len
+    if HAS_LENS:
+        stored = tl.load(kv_lens + b).to(tl.int32)
+    return b.to(tl.int64), token, stored, tl.minimum(stored - q_len + token + 1, kv_len)
+
+
+@triton.jit
+def _positions(p_indices, start, last, limit, BN: tl.constexpr, HAS_INDICES: tl.constexpr):
+    """Logical positions [BN] of a tile of history, and which of them count."""
+    n = start + tl.arange(0, BN)
+    there = n < last
+    position = n
+    if HAS_INDICES:
+        position = tl.load(p_indices + n, mask=there, other=-1).to(tl.int32)
+        there = (position >= 0) & (position < limit)
+        position = tl.where(there, position, 0)
+    return position, there
+
+
+@triton.jit
+def _places(p_table, b, start, position, there, BN: tl.constexpr, PAGE: tl.constexpr, HAS_INDICES: tl.constexpr):
+    """Where positions are in the cache: entry or page (one for the tile, or [BN]), and token inside it [BN]; int64."""
+    outer = b
+    inner = position.to(tl.int64)
+    if PAGE > 0 and PAGE % BN == 0 and not HAS_INDICES:
+        outer = tl.load(p_table + start // PAGE).to(tl.int64)
+        inner = (start % PAGE + tl.arange(0, BN)).to(tl.int64)
+    elif PAGE > 0:
+        outer = tl.load(p_table + position // PAGE, mask=there, other=0).to(tl.int64)
+        inner = (position % PAGE).to(tl.int64)
+    return outer, inner
+
+
+@triton.jit
+def _scaled(k, p_scales, stride, there, BN: tl.constexpr, C: tl.constexpr, GROUP: tl.constexpr, BC: tl.constexpr):
+    """Codes [BN, BC] times the scales of their groups, rounded once."""
+    if BC % GROUP == 0:
+        g = tl.arange(0, BC // GROUP)
+        factors = tl.load(
+            p_scales[:, None] + g[None, :] * stride, mask=there[:, None] & (g < C // GROUP)[None, :], other=0.0
+        )
+        wide = tl.reshape(k.to(tl.float32), [BN, BC // GROUP, GROUP]) * factors.to(tl.float32)[:, :, None]
+        wide = tl.reshape(wide, [BN, BC])
+    else:
+        c = tl.arange(0, BC)
+        factors = tl.load(
+            p_scales[:, None] + (c // GROUP)[None, :] * stride, mask=there[:, None] & (c < C)[None, :], other=0.0
+        )
+        wide = k.to(tl.float32) * factors.to(tl.float32)
+    return wide.to(k.dtype)
+
+
+@triton.jit
 def part_kernel(
     q_latent,
     q_rope,
@@ -104,6 +168,7 @@ def part_kernel(
     FORM: tl.constexpr,
     GROUP: tl.constexpr,
     TRANSPOSED: tl.constexpr,
+    PER_TOKEN: tl.constexpr,
     SINGLE: tl.constexpr,
     HAS_LENS: tl.constexpr,
     HAS_MASK: tl.constexpr,
@@ -111,81 +176,48 @@ def part_kernel(
     HAS_SINKS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One block of rows over one part of one sequence; with indices, of one new token.
+    """One block of rows over one part of one sequence's history.
 
     ``GROUP`` is 0 for one scale, 1 for one per token, else numbers per scale.
     """
     sequence = tl.program_id(2)
     part = tl.program_id(1)
-    token0 = 0
-    rows_here = q_len * heads
-    b = sequence
-    if HAS_INDICES:
-        b = sequence // q_len
-        token0 = sequence % q_len
-        rows_here = heads
-    row = tl.program_id(0) * BR + tl.arange(0, BR)  # [BR]
-    row_in = row < rows_here
-    token = token0 + row // heads  # [BR]
-    stored = kv_len
-    if HAS_LENS:
-        stored = tl.load(kv_lens + b).to(tl.int32)
-    limit = tl.minimum(stored - q_len + token + 1, kv_len)  # [BR], positions a row may see
-    end = tl.minimum(stored, kv_len)
-    if HAS_INDICES:
-        end = count
+    b, last_token, stored, limit = _extent(kv_lens, sequence, kv_len, q_len, PER_TOKEN, HAS_LENS)
+    rows_here = heads if PER_TOKEN else q_len * heads
     first = part * SPLIT
-    last = tl.minimum(first + SPLIT, end)
-    if (not SINGLE) and (first >= end):
+    last = tl.minimum(first + SPLIT, count if HAS_INDICES else limit)
+    if (not SINGLE) and (first >= last):
         return
 
+    row = tl.program_id(0) * BR + tl.arange(0, BR)  # [BR]
+    row_limit = stored - q_len + row // heads + 1  # [BR], where rows are of several tokens
     c = tl.arange(0, BC)
     c_in = c < C
-    flat_row = sequence.to(tl.int64) * rows_here + row
-    q = tl.load(q_latent + flat_row[:, None] * C + c[None, :], mask=row_in[:, None] & c_in[None, :], other=0.0)
+    # Rows past the last repeat it, and are not stored: nothing about them has to be kept through the loop.
+    flat_row = sequence.to(tl.int64) * rows_here + tl.minimum(row, rows_here - 1)
+    q = tl.load(q_latent + flat_row[:, None] * C + c[None, :], mask=c_in[None, :], other=0.0)
     if R > 0:
         r = tl.arange(0, BP)
         r_in = r < R
-        qr = tl.load(q_rope + flat_row[:, None] * R + r[None, :], mask=row_in[:, None] & r_in[None, :], other=0.0)
+        qr = tl.load(q_rope + flat_row[:, None] * R + r[None, :], mask=r_in[None, :], other=0.0)
     code_scale = 1.0
     if FORM != "plain" and GROUP == 0:
         code_scale = tl.load(latent_scale).to(tl.float32)
+    p_indices = indices + sequence.to(tl.int64) * count
+    p_table = block_table + b * table_s0
+    p_mask = mask + b * mask_s0 + last_token.to(tl.int64) * mask_s1
 
     top = tl.full([BR], _LOWEST, dtype=tl.float32)
     total = tl.zeros([BR], dtype=tl.float32)
-    if TRANSPOSED:
-        acc = tl.zeros([BC, BR], dtype=tl.float32)
-    else:
-        acc = tl.zeros([BR, BC], dtype=tl.float32)
-
+    acc = tl.zeros([BC, BR] if TRANSPOSED else [BR, BC], dtype=tl.float32)
     for start in range(first, last, BN):
-        n = start + tl.arange(0, BN)  # [BN]
-        there = n < last
-        position = n
-        if HAS_INDICES:
-            position = tl.load(indices + sequence.to(tl.int64) * count + n, mask=there, other=-1).to(tl.int32)
-            there = there & (position >= 0) & (position < tl.minimum(stored - q_len + token0 + 1, kv_len))
-            position = tl.where(there, position, 0)
-        outer = tl.full([BN], 0, dtype=tl.int64) + b
-        inner = position.to(tl.int64)
-        if PAGE > 0:
-            outer = tl.load(block_table + b.to(tl.int64) * table_s0 + position // PAGE, mask=there, other=0).to(
-                tl.int64
-            )
-            inner = (position % PAGE).to(tl.int64)
+        position, there = _positions(p_indices, start, last, limit, BN, HAS_INDICES)
+        outer, inner = _places(p_table, b, start, position, there, BN, PAGE, HAS_INDICES)
         at = outer * latent_s0 + inner * latent_s1
-        codes = tl.load(
-            latent + at[:, None] + c[None, :] * latent_s2, mask=there[:, None] & c_in[None, :], other=0
-        )  # [BN, BC]
-        k = _numbers(codes, FORM, q.dtype)
+        k_in = there[:, None] & c_in[None, :]
+        k = _numbers(tl.load(latent + at[:, None] + c[None, :] * latent_s2, mask=k_in, other=0), FORM, q.dtype)
         if GROUP > 1:
-            group_at = outer * scale_s0 + inner * scale_s1
-            factors = tl.load(
-                latent_scale + group_at[:, None] + (c[None, :] // GROUP) * scale_s2,
-                mask=there[:, None] & c_in[None, :],
-                other=0.0,
-            )
-            k = (k.to(tl.float32) * factors.to(tl.float32)).to(q.dtype)
+            k = _scaled(k, latent_scale + outer * scale_s0 + inner * scale_s1, scale_s2, there, BN, C, GROUP, BC)
         s = _scores(q, k, TRANSPOSED, PRECISION)  # [BR, BN], or [BN, BR]
         if GROUP == 1:
             token_scale = tl.load(latent_scale + outer * scale_s0 + inner * scale_s1, mask=there, other=0.0)
@@ -194,17 +226,14 @@ def part_kernel(
         s = s * code_scale
         if R > 0:
             rope_at = outer * rope_s0 + inner * rope_s1
-            kr = tl.load(
-                k_rope + rope_at[:, None] + r[None, :] * rope_s2, mask=there[:, None] & r_in[None, :], other=0.0
-            )  # [BN, BP]
+            r_there = there[:, None] & r_in[None, :]
+            kr = tl.load(k_rope + rope_at[:, None] + r[None, :] * rope_s2, mask=r_there, other=0.0)  # [BN, BP]
             s += _scores(qr, kr.to(q.dtype), TRANSPOSED, PRECISION)
-        where = _along_tokens(position, TRANSPOSED)
-        seen = _along_tokens(there, TRANSPOSED) & _along_rows(row_in, TRANSPOSED)
-        seen = seen & (where < _along_rows(limit, TRANSPOSED))
         if HAS_MASK:
-            mask_row = b.to(tl.int64) * mask_s0 + token.to(tl.int64) * mask_s1
-            mask_at = _along_rows(mask_row, TRANSPOSED) + where * mask_s2
-            seen = seen & (tl.load(mask + mask_at, mask=seen, other=0) != 0)
+            there = there & (tl.load(p_mask + position.to(tl.int64) * mask_s2, mask=there, other=0) != 0)
+        seen = _along_tokens(there, TRANSPOSED)
+        if not PER_TOKEN:
+            seen = seen & (_along_tokens(position, TRANSPOSED) < _along_rows(row_limit, TRANSPOSED))
         s = tl.where(seen, s * scale, _LOWEST)
         new_top = tl.maximum(top, tl.max(s, axis=0 if TRANSPOSED else 1))
         p = tl.where(seen, tl.exp2(s - _along_rows(new_top, TRANSPOSED)), 0.0)
@@ -222,13 +251,12 @@ def part_kernel(
     some = total > 0
     norm = tl.where(some, code_scale / tl.where(some, total, 1.0), 0.0)
     log_sum = tl.where(some, (top + tl.log2(tl.where(some, total, 1.0))) * _LN2, -float("inf"))
+    row_in = row < rows_here
     if SINGLE and HAS_SINKS:
         sink = tl.load(sinks + row % heads, mask=row_in, other=0.0).to(tl.float32)
         log_sum, kept = _join_sink(log_sum, sink)
         norm = norm * kept
-    target = flat_row
-    if not SINGLE:
-        target = (sequence.to(tl.int64) * tl.num_programs(1) + part) * rows_here + row
+    target = (sequence.to(tl.int64) * tl.num_programs(1) + part) * rows_here + row
     tl.store(lse + target, log_sum, mask=row_in)
     width = _along_tokens(c, TRANSPOSED)
     place = out + _along_rows(target, TRANSPOSED) * C + width
@@ -253,6 +281,7 @@ def join_kernel(
     BC: tl.constexpr,
     BPARTS: tl.constexpr,
     SPLIT: tl.constexpr,
+    PER_TOKEN: tl.constexpr,
     HAS_LENS: tl.constexpr,
     HAS_INDICES: tl.constexpr,
     HAS_SINKS: tl.constexpr,
@@ -261,12 +290,8 @@ def join_kernel(
     row = tl.program_id(0)
     sequence = tl.program_id(1)
     rows_here = tl.num_programs(0)
-    end = kv_len
-    if HAS_LENS:
-        end = tl.minimum(tl.load(kv_lens + sequence).to(tl.int32), kv_len)
-    if HAS_INDICES:
-        end = count
-    used = tl.cdiv(tl.maximum(end, 0), SPLIT)
+    _, _, _, limit = _extent(kv_lens, sequence, kv_len, q_len, PER_TOKEN, HAS_LENS)
+    used = tl.cdiv(tl.maximum(count if HAS_INDICES else limit, 0), SPLIT)
     part = tl.arange(0, BPARTS)
     base = sequence.to(tl.int64) * parts * rows_here + row
     lses = tl.load(parts_lse + base + part.to(tl.int64) * rows_here, mask=part < used, other=-float("inf"))

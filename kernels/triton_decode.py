@@ -30,7 +30,7 @@ def tile_for(args: DecodeArguments) -> Tile:
     if args.q_latent.device.type == "cpu":
         return INTERPRETED
     heads = args.q_latent.shape[2]
-    rows = heads if args.indices is not None else heads * args.q_latent.shape[1]
+    rows = heads if per_token(args) else heads * args.q_latent.shape[1]
     return choose_tile(
         device_arch(args.q_latent.device),
         rows,
@@ -39,6 +39,11 @@ def tile_for(args: DecodeArguments) -> Tile:
         query_bytes=args.q_latent.element_size(),
         cache_bytes=args.latent.element_size(),
     )
+
+
+def per_token(args: DecodeArguments) -> bool:
+    """Whether a program's rows are the heads of one new token: the same positions count for all of them."""
+    return args.q_latent.shape[1] == 1 or args.mask is not None or args.indices is not None
 
 
 def device_arch(device: torch.device) -> str:
@@ -87,11 +92,10 @@ def launch(args: DecodeArguments, tile: Tile) -> tuple[torch.Tensor, torch.Tenso
     device, dtype = args.q_latent.device, args.q_latent.dtype
     q_latent, q_rope = args.q_latent.contiguous(), args.q_rope.contiguous()
     indices = None if args.indices is None else args.indices.contiguous()
-    sequences, rows, reach = batch, q_len * heads, args.kv_len
-    count = 0
-    if indices is not None:
-        sequences, rows, count = batch * q_len, heads, indices.shape[2]
-        reach = count
+    alone = per_token(args)
+    sequences, rows = (batch * q_len, heads) if alone else (batch, q_len * heads)
+    count = 0 if indices is None else indices.shape[2]
+    reach = args.kv_len if indices is None else count
     parts = max(1, triton.cdiv(reach, tile.split_tokens))
     out = torch.empty_like(q_latent)
     lse = torch.empty(q_latent.shape[:3], dtype=torch.float32, device=device)
@@ -138,6 +142,7 @@ def launch(args: DecodeArguments, tile: Tile) -> tuple[torch.Tensor, torch.Tenso
         FORM=form_of(args.latent),
         GROUP=group,
         TRANSPOSED=tile.transposed,
+        PER_TOKEN=alone,
         SINGLE=single,
         HAS_LENS=lengths is not None,
         HAS_MASK=mask is not None,
@@ -164,6 +169,7 @@ def launch(args: DecodeArguments, tile: Tile) -> tuple[torch.Tensor, torch.Tenso
             BC=padded(width),
             BPARTS=triton.next_power_of_2(parts),
             SPLIT=tile.split_tokens,
+            PER_TOKEN=alone,
             HAS_LENS=lengths is not None,
             HAS_INDICES=indices is not None,
             HAS_SINKS=sinks is not None,
