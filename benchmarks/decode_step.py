@@ -35,6 +35,19 @@ SMALL: dict[str, Any] = {
 }
 HEADS = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 DIMS: dict[str, Any] = {
+    "small": lambda: DeepseekV3ForCausalLM(
+        DeepseekV3Config(
+            **SMALL,
+            kv_lora_rank=64,
+            qk_nope_head_dim=32,
+            qk_rope_head_dim=16,
+            v_head_dim=32,
+            hidden_size=128,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            q_lora_rank=64,
+        )
+    ),
     "v2-lite": lambda: DeepseekV2ForCausalLM(
         DeepseekV2Config(
             **SMALL, **HEADS, hidden_size=2048, num_attention_heads=16, num_key_value_heads=16, q_lora_rank=None
@@ -52,15 +65,16 @@ class Side:
     """One way to take the step: a model and a cache that holds the history."""
 
     def __init__(self, model: Any, history: int, seed: int) -> None:
+        device = model.device
         self.module = model.model.layers[0].self_attn
         self.cache = mla_convert.LatentCache() if hasattr(model, "_mla_patch") else DynamicCache()
         gen = torch.Generator().manual_seed(seed)
         config, dtype = model.config, model.dtype
-        latent = torch.randn(1, 1, history, config.kv_lora_rank, generator=gen).to(dtype)
-        k_rope = torch.randn(1, 1, history, config.qk_rope_head_dim, generator=gen).to(dtype)
+        latent = torch.randn(1, 1, history, config.kv_lora_rank, generator=gen).to(device, dtype)
+        k_rope = torch.randn(1, 1, history, config.qk_rope_head_dim, generator=gen).to(device, dtype)
         self.cache.update(latent, k_rope, 0)
-        self.hidden = torch.randn(1, 1, config.hidden_size, generator=gen).to(dtype)
-        position = torch.full((1, 1), history)
+        self.hidden = torch.randn(1, 1, config.hidden_size, generator=gen).to(device, dtype)
+        position = torch.full((1, 1), history, device=device)
         self.rotation = model.model.rotary_emb(self.hidden, position)
 
     def step(self) -> torch.Tensor:
@@ -83,6 +97,8 @@ def measure(sides: dict[str, Side], repetitions: int) -> dict[str, list[float]]:
         for name, side in sides.items():
             start = time.perf_counter()
             side.step()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
             elapsed = time.perf_counter() - start
             side.back()
             if repetition >= 2:
@@ -90,14 +106,29 @@ def measure(sides: dict[str, Side], repetitions: int) -> dict[str, list[float]]:
     return times
 
 
+def pair(dims: str, dtype: torch.dtype, device: str = "cpu") -> tuple[Any, Any]:
+    """The original model and a patched one with the same random weights."""
+    torch.manual_seed(0)
+    with torch.device(device):
+        original, patched = (DIMS[dims]().to(dtype).eval() for _ in range(2))
+    patched.load_state_dict(original.state_dict())
+    mla_convert.patch(patched)
+    return original, patched
+
+
+@torch.inference_mode()
+def on_device(dims: str, dtype: torch.dtype, history: int, device: str) -> dict[str, float]:
+    """Median seconds of both sides on a device, and their ratio."""
+    original, patched = pair(dims, dtype, device)
+    sides = {"transformers": Side(original, history, 1), "absorbed": Side(patched, history, 1)}
+    medians = {name: statistics.median(values) for name, values in measure(sides, 11).items()}
+    return medians | {"ratio": medians["transformers"] / medians["absorbed"]}
+
+
 @torch.inference_mode()
 def compare(dims: str, dtype: torch.dtype, histories: list[int], repetitions: int) -> list[dict[str, Any]]:
     """One row per history: medians in milliseconds, quartiles, ratio, and the outputs' relative difference."""
-    torch.manual_seed(0)
-    original = DIMS[dims]().to(dtype).eval()
-    patched = DIMS[dims]().to(dtype).eval()
-    patched.load_state_dict(original.state_dict())
-    mla_convert.patch(patched)
+    original, patched = pair(dims, dtype)
     rows = []
     for history in histories:
         sides = {"transformers": Side(original, history, 1), "absorbed": Side(patched, history, 1)}
