@@ -121,13 +121,17 @@ def absorbed_decode(
             q_latent, q_rope, latent, k_rope, scale, kv_lens, mask, block_table, indices, sinks, latent_scale
         )
     )
-    name = choose_backend(backend, q_latent.device, latent.dtype)
+    return decode(args, backend)
+
+
+def decode(args: DecodeArguments, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`absorbed_decode` for arguments that are known to fit together."""
+    name = choose_backend(backend, args.q_latent.device, args.latent.dtype)
     if torch.compiler.is_compiling():
         # PyTorch's products on an accelerator are left to the compiler; everything else is one operator to it.
-        return (
-            run_backend(name, args) if name == "torch" and q_latent.device.type != "cpu" else run_compiled(name, args)
-        )
-    _announce(name, q_latent.device)
+        on_host = args.q_latent.device.type == "cpu"
+        return run_compiled(name, args) if name == "triton" or on_host else run_backend(name, args)
+    _announce(name, args.q_latent.device)
     return run_backend(name, args)
 
 

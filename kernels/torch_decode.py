@@ -10,6 +10,8 @@ The result of one sequence depends on its batch only within rounding: library ca
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 
 from mla_convert.kernels.arguments import DecodeArguments
@@ -33,7 +35,9 @@ def torch_decode(args: DecodeArguments) -> Result:
         return _nothing(args.q_latent)
     if args.indices is not None:
         out, lse = _gathered(args)
-    elif on_host and (args.kv_lens is not None or args.block_table is not None or args.coded):
+    elif args.kv_lens is None and args.block_table is None and not args.coded:
+        out, lse = _dense(args)
+    elif on_host:
         out, lse = _by_length(args)
     else:
         out, lse = _padded(args)
@@ -45,6 +49,12 @@ def torch_decode(args: DecodeArguments) -> Result:
 def describe() -> str:
     """What :func:`torch_decode` runs on the CPU, in words."""
     return "PyTorch flash attention over latent rows" if _flash is not None else "PyTorch matrix products"
+
+
+def _dense(args: DecodeArguments) -> Result:
+    """The plain case, and the shortest way: a cache of numbers, full to its end."""
+    visible = _and(_causal(args.q_latent.shape[1], args.kv_len, args.kv_len, args.q_latent.device), args.mask)
+    return _attend(args.q_latent, args.q_rope, args.latent, args.k_rope, args.scale, visible)
 
 
 def _by_length(args: DecodeArguments) -> Result:
@@ -90,8 +100,7 @@ def _padded(args: DecodeArguments) -> Result:
     q_len, kv_len, device = args.q_latent.shape[1], args.kv_len, args.q_latent.device
     if args.kv_lens is None:
         latent, rope = _flat(args, None)
-        visible = _and(_causal(q_len, kv_len, kv_len, device), args.mask)
-        return _attend(args.q_latent, args.q_rope, latent, rope, args.scale, visible)
+        return _dense(dataclasses.replace(args, latent=latent, k_rope=rope, latent_scale=None, block_table=None))
     positions = torch.arange(kv_len, device=device)
     stored = positions < args.kv_lens[:, None]
     limits = args.kv_lens[:, None] + torch.arange(1 - q_len, 1, device=device)

@@ -178,7 +178,7 @@ def _cheaper_absorbed(module: nn.Module, layer: AbsorbedLayer, q_len: int, cache
     kv_len = q_len
     if isinstance(mask, Tensor):
         kv_len = mask.shape[-1]
-    elif cache is not None:
+    elif cache is not None and q_len > 1:
         kv_len = cache.get_mask_sizes(q_len, module.layer_idx)[0]
     return layer.prefers_absorbed(q_len, kv_len) and representable(mask, layer.geometry.num_heads)
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from mla_convert.absorption import Forms
-from mla_convert.kernels import absorbed_decode
+from mla_convert.kernels.arguments import DecodeArguments
+from mla_convert.kernels.dispatch import decode
 from mla_convert.patches.call import Call, CallSlot
 from mla_convert.patches.masks import visibility
 from mla_convert.patches.weights import AbsorbedWeights, Stored
@@ -81,16 +82,10 @@ class AbsorbedLayer(AbsorbedWeights):
         nope = self.geometry.qk_nope_head_dim
         q_latent = self.lift_query(query[..., :nope]) if call.q_latent is None else call.q_latent
         seen = visibility(mask, batch, q_len, latent.shape[1], capacity=call.capacity, **form)
-        out, _ = absorbed_decode(
-            q_latent,
-            query[..., nope:].transpose(1, 2),
-            latent[:, : seen.stop],
-            k_rope[:, : seen.stop],
-            scale=scale,
-            kv_lens=seen.kv_lens,
-            mask=seen.mask,
-            backend=self.options.backend,
-        )
+        q_rope = query[..., nope:].transpose(1, 2)
+        cached = latent[:, : seen.stop], k_rope[:, : seen.stop]
+        args = DecodeArguments(q_latent, q_rope, *cached, scale, seen.kv_lens, seen.mask)
+        out, _ = decode(args, self.options.backend)
         return out if self.forms.vo == "fused" else self.lift_output(out)
 
 

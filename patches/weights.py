@@ -62,7 +62,7 @@ class Source:
         self.weight = weight
         self.pointer = weight.data_ptr()
         self.version = _version(weight)
-        self.sample = _sample(weight)
+        self.sample = _sample(weight).clone()
 
     def changed(self, owner: Owner, *, look: bool) -> bool:
         """Whether ``owner``'s projection of this name holds other numbers now; ``look`` compares the sample too.
@@ -88,9 +88,9 @@ def _version(weight: Tensor) -> int | None:
 
 
 def _sample(weight: Tensor) -> Tensor:
-    with torch.no_grad():
-        flat = weight.detach().reshape(-1)
-        return flat[:: max(1, flat.numel() // SAMPLED)].clone()
+    """A view of elements spread over the whole weight."""
+    flat = weight.detach().reshape(-1)
+    return flat[:: max(1, flat.numel() // SAMPLED)]
 
 
 @dataclasses.dataclass

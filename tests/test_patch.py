@@ -16,6 +16,7 @@ from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 import mla_convert
 from mla_convert.errors import PatchError, UnsupportedModelError, UsageError
+from mla_convert.kernels import dispatch
 from mla_convert.patches.attention import HARMLESS
 from mla_convert.patches.layer import AbsorbedLayer, layer_of
 
@@ -136,13 +137,11 @@ def test_static_cache_stops_at_what_is_stored(monkeypatch: pytest.MonkeyPatch) -
     model, ids = models.deepseek_v3(), models.tokens(2, 9)
     lengths = []
 
-    def noting(*args: Any, **kwargs: Any) -> Any:
-        lengths.append(kwargs["kv_lens"].tolist())
-        return mla_convert.kernels.absorbed_decode(*args, **kwargs)
+    def noting(args: Any, backend: str) -> Any:
+        lengths.append(args.kv_lens.tolist())
+        return dispatch.decode(args, backend)
 
-    import mla_convert.kernels
-
-    monkeypatch.setattr("mla_convert.patches.layer.absorbed_decode", noting)
+    monkeypatch.setattr("mla_convert.patches.layer.decode", noting)
     with mla_convert.patched(model):
         cache = StaticCache(config=model.config, max_cache_len=64)
         for i in range(9):
