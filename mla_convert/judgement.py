@@ -9,8 +9,9 @@ bfloat16), without them by 0.9 to 1.15. What must not hide among them is held by
 Numbers of a sample scatter. Of n positions, the share that lies below the true quantile p has the deviation
 √(p(1 − p)/n). From :data:`MINIMUM` positions on, quantiles and top-1 agreement are compared as they are. In a stage of
 fewer, the quantile three deviations below p has to lie within the bound of the floor's three deviations above p, and
-top-1 agreement may be lower by another three deviations of the difference of two shares. Counts of rerouted positions,
-which are small, always have three deviations of their difference.
+top-1 agreement may be lower by another three deviations of the difference of two shares. A quantile with fewer than
+nine positions beyond it, whose number scatters by more than itself, is not judged. Counts of rerouted positions, which
+are small, always have three deviations of their difference.
 """
 
 from __future__ import annotations
@@ -194,6 +195,8 @@ def _floor(patched: Divergence, floor: Divergence) -> Iterator[str]:
     n = len(patched.kl)
     exact = n >= MINIMUM
     for words, share, factor in (("median", 0.5, MEDIAN), ("99th percentile", 0.99, P99)):
+        if n * (1 - share) < _DEVIATIONS**2:
+            continue
         room = 0.0 if exact else _DEVIATIONS * math.sqrt(share * (1 - share) / n)
         found, bound = quantile(patched.settled_kl, share - room), factor * quantile(floor.settled_kl, share + room)
         if not found <= bound:

@@ -56,8 +56,9 @@ class Stage:
         total = self.ids.shape[1]
         if not self.decodes:
             return {self.name: (0, total)}
-        decode = {self.name: (self.prefill, total)}
-        return decode if self.padding is None else {f"{self.name}, prefill": (0, self.prefill)} | decode
+        if self.padding is None:
+            return {self.name: (self.prefill, total)}
+        return {f"{self.name} prefill": (0, self.prefill), f"{self.name} decode": (self.prefill, total)}
 
 
 @dataclasses.dataclass(frozen=True)

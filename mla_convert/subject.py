@@ -46,14 +46,11 @@ class Subject:
             self.manifest = AbsorbedCheckpoint.open(self.absorbed).manifest
 
     def _take_model(self, model: PreTrainedModel, dtype: str | torch.dtype | None) -> None:
-        self.source, self.model = None, model
-        own = attention_modules(model)[0][1].kv_b_proj.weight.dtype  # type: ignore[union-attr]
-        assert isinstance(own, torch.dtype)
-        self.dtype = own
-        if dtype is not None and parse_dtype(dtype) != own:
-            raise UsageError(
-                f"the model is in {plain(own)}, and dtype={plain(parse_dtype(dtype))} was asked for: leave it out"
-            )
+        attention: Any = attention_modules(model)[0][1]
+        self.model, self.dtype = model, attention.kv_b_proj.weight.dtype
+        if dtype is not None and parse_dtype(dtype) != self.dtype:
+            wanted = plain(parse_dtype(dtype))
+            raise UsageError(f"dtype={wanted} was asked for, and the model is in {plain(self.dtype)}: leave it out")
         place = str(getattr(model, "name_or_path", "") or "")
         self.folder = place if place and pathlib.Path(place).is_dir() else None
         self.label = place or type(model).__name__
@@ -63,7 +60,7 @@ class Subject:
         own = checkpoint.config.get("dtype", "float32")
         self.dtype = torch.float32 if dtype is None else parse_dtype(own if dtype == "source" else dtype)
         if self.absorbed is None and (pathlib.Path(source) / FOLDER).is_dir():
-            self.absorbed = source
+            self.absorbed = os.fspath(source)
         if self.absorbed is not None:
             store = AbsorbedCheckpoint.open(self.absorbed)
             store.check_source(checkpoint)

@@ -76,12 +76,14 @@ def verify(
         MLAConvertError: whatever loading and patching raise.
     """
     started = time.perf_counter()
+    patching = {"form": form, "qk": qk, "vo": vo, "backend": backend, "cache": cache}
     subject = Subject(model_or_source, absorbed, dtype)
+    with patched(subject.model, subject.absorbed, **patching):
+        pass  # whatever cannot be patched is refused before the long part
     floor = subject.floor_dtype()
     sizes = _sizes(prefill, decode, batch, floored=floor is not None)
     text = read_prompts(subject.folder, subject.vocabulary, prompts)
     stages = _stages(text, sizes)
-    patching = {"form": form, "qk": qk, "vo": vo, "backend": backend, "cache": cache}
     reports, description, routers = _compare_all(subject, floor, stages, patching, _Ticks(progress, stages, floor))
     return VerificationReport(
         source=subject.label,
@@ -180,7 +182,7 @@ def _stages(text: Prompts, sizes: tuple[int, int, int]) -> list[Stage]:
         Stage("prefill", text.take(batch, total), total),
         Stage("decode", text.take(batch, total), prefill),
         Stage(f"decode by {BLOCK}", text.take(batch, total), prefill, BLOCK),
-        Stage("left padding", padded, prefill, padding=padding.flip(0)),
+        Stage("padded", padded, prefill, padding=padding.flip(0)),
         Stage("one sequence", text.take(1, total // 2), min(prefill, total // 4)),
     ]
 
