@@ -112,8 +112,8 @@ class VerificationReport:
 
     def rows(self) -> tuple[list[str], list[list[str]]]:
         """A table for people: its columns, and a row for each stage, with the floor's figures in a row below."""
-        columns = ["stage", "positions", "absorbed", "expanded", "largest Δ", "of range"]
-        columns += ["median KL", "99 % KL", "mean KL", "largest KL", "top-1", "rerouted"]
+        columns = ["stage", "positions", "absorbed", "expanded", "max Δ", "of range"]
+        columns += ["median KL", "99 % KL", "mean KL", "max KL", "top-1", "rerouted"]
         table = []
         for stage in self.stages:
             counts = [f"{count:,}" for count in (stage.positions, stage.absorbed_calls, stage.expanded_calls)]
