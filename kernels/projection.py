@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import importlib.util
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -36,24 +37,34 @@ class Tile:
     stages: int
 
 
-#: Tiles by what the activations are held in: 16 bits (matrix instructions) or 32 (plain multiplications).
+#: Tiles by architecture (or vendor, for all others) and bytes of an activation: 2 for matrix instructions, 4 for plain
+#: multiplications. A third stage makes mma.sync kernels spill.
 _TILES = {
-    "cuda": {2: Tile(64, 128, 4, 3), 4: Tile(32, 64, 4, 2)},
-    "hip": {2: Tile(64, 128, 4, 2), 4: Tile(32, 64, 4, 2)},
+    "sm_90": {2: Tile(64, 128, 4, 3), 4: Tile(32, 64, 4, 2)},
+    "sm_100": {2: Tile(64, 128, 4, 3), 4: Tile(32, 64, 4, 2)},
+    "sm": {2: Tile(64, 128, 4, 2), 4: Tile(32, 64, 4, 2)},
+    "gfx": {2: Tile(64, 128, 4, 2), 4: Tile(32, 64, 4, 2)},
 }
 #: Rows of activations in one program: the smallest that holds them all, else the largest, several times.
 ROW_BLOCKS = (16, 32, 64)
 
 
-def choose_tile(arch: str, itemsize: int, block_columns: int) -> Tile:
-    """The table's tile for ``arch`` ("sm_90", "gfx942", …) and activations of ``itemsize`` bytes.
+def choose_tile(arch: str, itemsize: int, stored_rows: int, columns: int, block_columns: int) -> Tile:
+    """The table's tile for ``arch`` ("sm_90", "gfx942", …) and activations of ``itemsize`` bytes, cut to the weight.
 
-    ``block_columns`` are the columns that share a scale: a column tile holds whole blocks of scales or lies inside one.
+    ``block_columns`` of the ``columns`` share a scale: a column tile holds whole blocks, or lies inside one.
     """
-    tile = _TILES["hip" if arch.startswith("gfx") else "cuda"][itemsize]
-    if block_columns < tile.columns and tile.columns % block_columns:
-        tile = dataclasses.replace(tile, columns=max(16, 1 << (block_columns - 1).bit_length()))
-    return tile
+    vendor = "gfx" if arch.startswith("gfx") else "sm"
+    tile = _TILES.get(arch, _TILES[vendor])[itemsize]
+    width = min(tile.columns, _padded(columns))
+    if block_columns < width and width % block_columns:
+        width = _padded(block_columns)
+    return dataclasses.replace(tile, stored_rows=min(tile.stored_rows, _padded(stored_rows)), columns=width)
+
+
+def _padded(size: int) -> int:
+    """The next power of two, 16 at least: what a matrix instruction takes."""
+    return max(16, 1 << (size - 1).bit_length())
 
 
 def choose_row_block(rows: int) -> int:
@@ -184,12 +195,18 @@ def _triton_project(name: str, x: Tensor, weight: Weight, stored_rows: int, colu
     batch, q_len, heads, _ = x.shape
     out = x.new_empty(batch, q_len, heads, columns if over_rows else stored_rows)
     constants = constants_of(_architecture(x.device), x, weight, stored_rows, columns, over_rows)
-    grid = (kept_tiles(constants), heads, -(-batch * q_len // constants["BM"]))
+    grid = (kept_tiles(constants), heads, _ceil_div(batch * q_len, constants["BM"]))
     codes, scales, strides = _operands(weight, stored_rows)
-    projection_kernel.project_heads[grid](
-        x, codes, scales, out, batch * q_len, q_len, *x.stride(), *strides, *out.stride()[1:3], **constants
-    )
+    with _on_device(x.device):
+        projection_kernel.project_heads[grid](
+            x, codes, scales, out, batch * q_len, q_len, *x.stride(), *strides, *out.stride()[1:3], **constants
+        )
     return out
+
+
+def _on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Triton launches on the current GPU, which in a model spread over several need not be the tensors'."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _operands(weight: Weight, stored_rows: int) -> tuple[Tensor, Tensor, tuple[int, ...]]:
@@ -207,7 +224,7 @@ def constants_of(
     kind, block = ("plain", (1, columns))
     if isinstance(weight, PackedWeight):
         kind, block = weight.kind, (weight.block[0], min(weight.block[1], columns))
-    tile = choose_tile(arch, x.element_size(), block[1])
+    tile = choose_tile(arch, x.element_size(), stored_rows, columns, block[1])
     # One size of matrix instruction for every number of rows, so that it changes no row's result.
     options = {"matrix_instr_nonkdim": 16} if arch.startswith("gfx") else {}
     return options | {
@@ -230,5 +247,10 @@ def constants_of(
 def kept_tiles(constants: Mapping[str, Any]) -> int:
     """Programs per head and block of activation rows: tiles of the axis that is not summed over."""
     if not constants["OVER_ROWS"]:
-        return -(-constants["ROWS"] // constants["BR"])
-    return -(-constants["COLUMNS"] // constants["SPAN"]) * -(-constants["SPAN"] // constants["BC"])
+        return _ceil_div(constants["ROWS"], constants["BR"])
+    span = constants["SPAN"]
+    return _ceil_div(constants["COLUMNS"], span) * _ceil_div(span, constants["BC"])
+
+
+def _ceil_div(size: int, step: int) -> int:
+    return -(-size // step)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mla_convert.errors import UsageError
 from mla_convert.kernels import projection
-from mla_convert.kernels.packed import PackedWeight, dequantize
+from mla_convert.kernels.packed import KINDS, PackedWeight, dequantize
 from mla_convert.kernels.projection import lift_output, lift_query
 
 FORMS = {
@@ -230,16 +230,18 @@ def test_a_row_does_not_depend_on_the_others(side: str, form: str) -> None:
         assert torch.equal(problem.run(x=problem.x[rows]), together[rows])
 
 
-def test_every_fp8_code_is_decoded_exactly() -> None:
+@pytest.mark.parametrize("decoding", ["torch", "integer", "native"])
+def test_every_fp8_code_is_decoded_exactly(decoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """254 codes as a diagonal: each comes out as its number, on both sides, in both dtypes."""
     codes = torch.tensor([code for code in range(256) if code & 127 != 127], dtype=torch.uint8)
     packed = PackedWeight(torch.diag(codes), torch.ones(1, 1), "fp8", (254, 254))
     truth = torch.tensor([e4m3(int(code)) for code in codes], dtype=torch.float64)
+    monkeypatch.setattr(projection, "decodes_fp8", lambda arch: decoding == "native")
     for dtype in (torch.float16, torch.float32):
         ones = torch.ones(1, 1, 1, 254, dtype=dtype)
         for lift in (lift_query, lift_output):
-            for backend in ("triton", "torch"):
-                assert torch.equal(lift(ones, packed, backend=backend).double().flatten(), truth)
+            lifted = lift(ones, packed, backend="torch" if decoding == "torch" else "triton")
+            assert torch.equal(lifted.double().flatten(), truth)
 
 
 def test_a_head_of_zeros() -> None:
@@ -262,20 +264,19 @@ def test_no_rows_at_all() -> None:
 
 
 def test_offsets_past_32_bits() -> None:
-    """Rows and heads whose offsets need 64 bits, on a lazily backed buffer of which only those are touched."""
-    gap = (1 << 31) + 16
-    buffer = torch.empty(2 * gap + 64, dtype=torch.float16)
-    x = buffer.as_strided((2, 1, 2, 16), (gap, gap, gap, 1))
-    weight = buffer.as_strided((2, 16, 16), (gap, 16, 1))
-    assert buffer.untyped_storage().nbytes() > 1 << 33
-    values = torch.randn(3, 256, generator=torch.Generator().manual_seed(2)).half()
-    for i in range(2):
-        weight[i] = values[i].view(16, 16)
-    query = values[2, :64].view(2, 1, 2, 16)
-    assert torch.equal(
-        lift_query(query, weight, backend="triton"), lift_query(query, weight.contiguous(), backend="triton")
-    )
-    assert torch.equal(lift_query(x, weight, backend="triton"), lift_query(x.contiguous(), weight, backend="triton"))
+    """Strides that fit 32 bits where twice as much does not, on a lazily backed buffer of which little is touched."""
+    gap = (1 << 30) + 16
+    buffer = torch.empty(2 * gap + 256, dtype=torch.float16)
+    far = torch.randn(3, 16, 16, generator=torch.Generator().manual_seed(2)).half()
+    weight = buffer.as_strided((3, 16, 16), (gap, 16, 1))
+    weight.copy_(far)
+    near = torch.randn(3, 1, 3, 16, generator=torch.Generator().manual_seed(3)).half()
+    expected = lift_query(near, far, backend="triton")
+    assert torch.equal(lift_query(near, weight, backend="triton"), expected)
+    x = buffer.as_strided((3, 1, 3, 16), (gap, gap, 16, 1))
+    x.copy_(near)
+    assert torch.equal(lift_query(x, far, backend="triton"), expected)
+    assert torch.equal(lift_query(x.transpose(0, 1), far, backend="triton"), expected.transpose(0, 1))
 
 
 def int8(rows: int = 6, columns: int = 8) -> PackedWeight:
@@ -354,27 +355,31 @@ def test_without_triton_and_without_a_gpu() -> None:
     assert "not installed" in hidden and "needs a GPU, the activations are on cpu" in alone
 
 
-#: Dimensions of DeepSeek-V3, and the prefix of the matrix instruction that each target must use at 16 bits.
-HEADS, STORED, LATENT = 128, 128, 512
+#: The prefix of the matrix instruction that each target must use at 16 bits.
 MATRIX = {"sm_90": "HGMMA", "sm_100": "UTC", "gfx942": "v_mfma", "gfx950": "v_mfma"}
 TORCH = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
-def request(target: str, side: str, form: str, rows: int, dtype: str = "bf16") -> aot.Request:
-    """The kernel as a launch with DeepSeek-V3's dimensions would specialise it, contiguous tensors."""
+def request(
+    target: str, side: str, form: str, rows: int, dtype: str = "bf16", stored: int = 128, latent: int = 512
+) -> aot.Request:
+    """The kernel as a launch on contiguous tensors of 128 heads specialises it."""
     over_rows = side == "query"
-    x = torch.empty(rows, 1, HEADS, STORED if over_rows else LATENT, dtype=TORCH[dtype], device="meta")
-    weight, codes, by_row = torch.empty(HEADS, STORED, LATENT, dtype=TORCH[dtype], device="meta"), dtype, False
+    x = torch.empty(rows, 1, 128, stored if over_rows else latent, dtype=TORCH[dtype], device="meta")
+    weight: Tensor | PackedWeight = torch.empty(128, stored, latent, dtype=TORCH[dtype], device="meta")
+    codes, by_row = dtype, False
     if form != "plain":
         kind, (down, across) = FORMS[form]
-        block = (down, min(across, LATENT))
-        codes, by_row = "i8" if kind == "int8" else "u8", block[1] == LATENT
-        held = torch.empty(
-            HEADS * STORED, LATENT // (2 if kind == "int4" else 1), dtype=torch.int8 if kind == "int8" else torch.uint8
+        held, per_element = KINDS[kind]
+        block = (down, min(across, latent))
+        codes, by_row = "i8" if held == torch.int8 else "u8", block[1] == latent
+        weight = PackedWeight(
+            torch.empty(128 * stored, latent // per_element, dtype=held, device="meta"),
+            torch.empty(-(-128 * stored // block[0]), -(-latent // block[1]), device="meta"),
+            kind,
+            block,
         )
-        scales = torch.empty(-(-HEADS * STORED // block[0]), -(-LATENT // block[1]))
-        weight = PackedWeight(held, scales, kind, block)
-    constants = projection.constants_of(target, x, weight, STORED, LATENT, over_rows)
+    constants = projection.constants_of(target, x, weight, stored, latent, over_rows)
     options = {name: constants.pop(name) for name in [*constants] if name.startswith(("num_", "matrix_"))}
     strides = ["stride_xb", "stride_xs", "stride_xh", "stride_wh", "stride_wr", "stride_om", "stride_oh"]
     ones = ["stride_xk", "stride_wc", "stride_sc", *(["stride_sr"] if by_row else [])]
@@ -394,9 +399,11 @@ def request(target: str, side: str, form: str, rows: int, dtype: str = "bf16") -
 
 def check_compiled(asked: aot.Request, built: aot.Compiled) -> None:
     assert built.shared <= aot.SHARED_LIMITS[asked.target], (asked, built)
-    assert built.tensor_memory <= 512 and built.spills == 0, (asked, built)
-    assert built.wide_loads and not built.narrow_loads, (asked, built)
+    # A register or two may be put aside before the loop and taken back behind it.
+    assert built.tensor_memory <= 512 and built.spills <= 16 and built.loop_spills == 0, (asked, built)
+    assert not built.narrow_loads, (asked, built)
     if asked.signature["x"] != "*fp32":
+        assert built.wide_loads, (asked, built)
         wanted = MATRIX.get(asked.target, "HMMA")
         assert built.matrix and all(name.startswith(wanted) for name in built.matrix), (asked, built)
 
@@ -424,12 +431,17 @@ def test_one_kernel_for_each_target_compiles_within_its_limits() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("target", aot.TARGETS)
 def test_every_kernel_compiles_within_the_limits(target: str) -> None:
-    forms = ["plain", "int8/row", "fp8/row", "fp8/128x128", "int4/32", "int4/64", "int4/128"]
     asked = [
         request(target, side, form, rows, dtype)
         for side in ("query", "output")
-        for form in forms
-        for rows, dtype in ((16, "bf16"), (32, "bf16"), (64, "bf16"), (64, "fp16"), (16, "fp32"))
+        for form in ("plain", "int8/row", "fp8/row", "fp8/128x128", "int4/32", "int4/128")
+        for rows, dtype in ((16, "bf16"), (64, "bf16"), (16, "fp32"))
+    ]
+    # The widest heads and latents of any family: longer loops hold more stages at once.
+    asked += [
+        request(target, side, form, 64, "fp16", stored=256, latent=1024)
+        for side in ("query", "output")
+        for form in ("plain", "fp8/128x128")
     ]
     for one, built in zip(asked, aot.compile_all(asked), strict=True):
         check_compiled(one, built)
