@@ -6,6 +6,7 @@ import dataclasses
 import math
 import subprocess
 import sys
+from typing import Any
 
 import aot
 import interpreter  # noqa: F401  # before any kernel
@@ -49,7 +50,7 @@ class Case:
         return f"{self.side}-{self.form}-{shape}-{str(self.dtype)[6:]}"
 
 
-def both(form: str, **fields: object) -> list[Case]:
+def both(form: str, **fields: Any) -> list[Case]:
     return [Case(side, form, **fields) for side in ("query", "output")]
 
 
