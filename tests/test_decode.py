@@ -213,6 +213,20 @@ def test_sinks_go_to_one_part_only() -> None:
     torch.testing.assert_close(merge(*a, *b), whole, rtol=1e-5, atol=1e-6)
 
 
+def test_codes_by_definition() -> None:
+    """int8: the code; int4: nibble minus 8, low first; FP8: PyTorch's own type. Scales: one, per token, per group."""
+    int8 = torch.tensor([[[-127, 0, 5, 127]]], dtype=torch.int8)
+    assert decode_latent(int8, 0.5, torch.float32).tolist() == [[[-63.5, 0.0, 2.5, 63.5]]]
+    assert decode_latent(int8, torch.tensor([[2.0]]), torch.float32).tolist() == [[[-254.0, 0.0, 10.0, 254.0]]]
+    groups = torch.tensor([[[2.0, 10.0]]])
+    assert decode_latent(int8, groups, torch.float32).tolist() == [[[-254.0, 0.0, 50.0, 1270.0]]]
+    int4 = torch.tensor([[[0x0F, 0x81]]], dtype=torch.uint8)
+    assert decode_latent(int4, 1.0, torch.float32).tolist() == [[[7.0, -8.0, -7.0, 0.0]]]
+    assert decode_latent(int4, groups, torch.float32).tolist() == [[[14.0, -16.0, -70.0, 0.0]]]
+    fp8 = torch.tensor([[[1.5, -448.0]]]).to(torch.float8_e4m3fn)
+    assert decode_latent(fp8, torch.tensor(2.0), torch.float32).tolist() == [[[3.0, -896.0]]]
+
+
 def test_flashmla_rows() -> None:
     numbers = torch.randn(2, 40, 512)
     scales = numbers.unflatten(-1, (4, 128)).abs().amax(-1) / 448

@@ -134,6 +134,16 @@ def test_inference_mode_and_gradients_may_come_and_go() -> None:
     assert torch.equal(layer.keys, expected.keys) and torch.equal(layer.values, expected.values)  # type: ignore[arg-type]
 
 
+def test_gradients_through_an_earlier_append() -> None:
+    """What was handed out before is part of a graph: a later append must not write into it."""
+    layer = LatentLayer()
+    first, second = ([t.requires_grad_() for t in new_tokens(1, 2, seed)] for seed in (0, 1))
+    early = layer.update(*first)[0].square().sum()
+    late = layer.update(*second)[0].square().sum()
+    (early + late).backward()
+    assert torch.equal(first[0].grad, 4 * first[0].detach()) and torch.equal(second[0].grad, 2 * second[0].detach())  # type: ignore[arg-type]
+
+
 def test_pickle_keeps_what_is_stored() -> None:
     cache = LatentCache()
     cache.update(*new_tokens(2, 7, 0), 0)

@@ -287,6 +287,33 @@ def test_copies_and_pickles_are_patched_and_independent(form: dict[str, str]) ->
 
 
 @torch.inference_mode()
+def test_a_pickle_registers_what_it_needs() -> None:
+    """The process that loads it may never have seen the original attention that lies under the patch."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.masking_utils import sdpa_mask
+
+    registries = AttentionInterface._global_mapping, AttentionMaskInterface._global_mapping
+    before = [set(registry) for registry in registries]
+    AttentionInterface.register("house_attention", sdpa_attention_forward)
+    AttentionMaskInterface.register("house_attention", sdpa_mask)
+    try:
+        model, ids = models.deepseek_v3(), models.tokens(2, 8)
+        model.set_attn_implementation("house_attention")
+        expected = model(ids).logits
+        mla_convert.patch(model)
+        stored = pickle.dumps(model)
+        for registry in registries:
+            del registry[model.config._attn_implementation]
+        other = pickle.loads(stored)
+        assert models.relative(steps(other, ids, DynamicCache(), [4, 1, 3]), expected) <= BOUND
+    finally:
+        for registry, names in zip(registries, before, strict=True):
+            for name in set(registry) - names:
+                del registry[name]
+
+
+@torch.inference_mode()
 def test_a_model_that_shares_the_config_is_left_alone() -> None:
     model, ids = models.deepseek_v3(attn="eager"), models.tokens(2, 8)
     other = type(model)(model.config).eval()
@@ -335,6 +362,35 @@ def test_gradients_go_through_the_original(attn: str, runs: list[int]) -> None:
     assert not runs
     for name, gradient in expected.items():
         torch.testing.assert_close(dict(model.named_parameters())[name].grad, gradient, rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_attention_dropout_runs_expanded(runs: list[int]) -> None:
+    model, ids = models.deepseek_v3(attention_dropout=0.5), models.tokens(2, 9)
+    with mla_convert.patched(model, prefill_threshold=100):
+        model.train()
+        model(ids)
+        assert not runs
+        model.eval()
+        model(ids)
+        assert runs == [9, 9]
+
+
+@torch.inference_mode()
+def test_prefill_gives_sdpa_values_as_wide_as_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's CPU flash kernel wants one width; otherwise memory grows with the square of the prompt."""
+    widths = []
+    attention = torch.nn.functional.scaled_dot_product_attention
+
+    def noting(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        widths.append((query.shape[-1], key.shape[-1], value.shape[-1], kwargs["attn_mask"]))
+        return attention(query, key, value, **kwargs)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", noting)
+    model = models.deepseek_v3()
+    with mla_convert.patched(model):
+        model(models.tokens(2, 9))
+    assert widths == [(24, 24, 24, None)] * 2
 
 
 @torch.inference_mode()
