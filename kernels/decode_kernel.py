@@ -8,7 +8,10 @@ The rows of a program are the heads of one new token where ``PER_TOKEN`` holds (
 indices: whether a position counts is then the same for all rows), else of all new tokens of a sequence.
 "Sequence" in the code is what the rows belong to: a new token of one in the first case.
 
-Shapes in comments: BR rows, BN tokens, BC and BP the padded widths of latent and rotary key.
+The latent's columns come in pieces of W, each with products and a result of its own: a piece lies inside one group
+of scales, which then multiply scores and weights rather than the numbers, and few columns are in registers at once.
+
+Shapes in comments: BR rows, BN tokens, BC and BP the padded widths of a piece and of the rotary key.
 """
 
 from __future__ import annotations
@@ -23,14 +26,24 @@ _LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def _numbers(codes, FORM: tl.constexpr, dtype: tl.constexpr):
-    """Codes of a cached latent as numbers of ``dtype``, without their scale."""
+    """Codes of a cached latent as numbers of ``dtype``, without their scale.
+
+    Those of FP8 are a power of two too small, which ``_factors`` makes good.
+    """
     if FORM == "fp8" or FORM == "fp8fnuz":
         # e4m3 placed into float16's fields is the value times 2 ** -8 (2 ** -7 for fnuz): exact, subnormals too.
         bits = ((codes & 0x80).to(tl.uint16) << 8) | ((codes & 0x7F).to(tl.uint16) << 7)
-        numbers = bits.to(tl.float16, bitcast=True) * (256.0 if FORM == "fp8" else 128.0)
+        numbers = bits.to(tl.float16, bitcast=True)
     else:
         numbers = codes
     return numbers.to(dtype)
+
+
+@triton.jit
+def _factors(p_scales, there, FORM: tl.constexpr):
+    """Scales of codes as float32, for numbers as ``_numbers`` gives them."""
+    unit: tl.constexpr = 256.0 if FORM == "fp8" else 128.0 if FORM == "fp8fnuz" else 1.0
+    return tl.load(p_scales, mask=there, other=0.0).to(tl.float32) * unit
 
 
 @triton.jit
@@ -46,13 +59,20 @@ def _along_tokens(x, TRANSPOSED: tl.constexpr):
 
 
 @triton.jit
-def _scores(q, k, TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr):
-    """Rows [BR, W] against tokens [BN, W]: [BR, BN], or transposed [BN, BR]."""
+def _scores(q, k, acc, TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr):
+    """``acc`` (None for zero) and rows [BR, W] against tokens [BN, W]: [BR, BN], or transposed [BN, BR]."""
     if TRANSPOSED:
-        s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+        s = tl.dot(k, tl.trans(q), acc, input_precision=PRECISION)
     else:
-        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        s = tl.dot(q, tl.trans(k), acc, input_precision=PRECISION)
     return s
+
+
+@triton.jit
+def _columns(i: tl.constexpr, C: tl.constexpr, W: tl.constexpr, BC: tl.constexpr):
+    """Columns [BC] of a piece of the latent, and which of them there are."""
+    w = tl.arange(0, BC)
+    return i * W + w, (w < W) & (i * W + w < C)
 
 
 @triton.jit
@@ -106,80 +126,28 @@ def _places(p_table, b, start, position, there, BN: tl.constexpr, PAGE: tl.const
     return outer, inner
 
 
-@triton.jit
-def _scaled(k, p_scales, stride, there, BN: tl.constexpr, C: tl.constexpr, GROUP: tl.constexpr, BC: tl.constexpr):
-    """Codes [BN, BC] times the scales of their groups, rounded once."""
-    if BC % GROUP == 0:
-        g = tl.arange(0, BC // GROUP)
-        factors = tl.load(
-            p_scales[:, None] + g[None, :] * stride, mask=there[:, None] & (g < C // GROUP)[None, :], other=0.0
-        )
-        wide = tl.reshape(k.to(tl.float32), [BN, BC // GROUP, GROUP]) * factors.to(tl.float32)[:, :, None]
-        wide = tl.reshape(wide, [BN, BC])
-    else:
-        c = tl.arange(0, BC)
-        factors = tl.load(
-            p_scales[:, None] + (c // GROUP)[None, :] * stride, mask=there[:, None] & (c < C)[None, :], other=0.0
-        )
-        wide = k.to(tl.float32) * factors.to(tl.float32)
-    return wide.to(k.dtype)
-
-
+# fmt: off
 @triton.jit
 def part_kernel(
-    q_latent,
-    q_rope,
-    latent,
-    k_rope,
-    out,
-    lse,
-    kv_lens,
-    mask,
-    block_table,
-    indices,
-    latent_scale,
-    sinks,
-    scale,
-    kv_len,
-    q_len,
-    heads,
-    count,
-    latent_s0,
-    latent_s1,
-    latent_s2,
-    rope_s0,
-    rope_s1,
-    rope_s2,
-    scale_s0,
-    scale_s1,
-    scale_s2,
-    mask_s0,
-    mask_s1,
-    mask_s2,
-    table_s0,
-    C: tl.constexpr,
-    R: tl.constexpr,
-    BC: tl.constexpr,
-    BP: tl.constexpr,
-    BR: tl.constexpr,
-    BN: tl.constexpr,
-    SPLIT: tl.constexpr,
-    PAGE: tl.constexpr,
-    FORM: tl.constexpr,
-    GROUP: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    PER_TOKEN: tl.constexpr,
-    SINGLE: tl.constexpr,
-    HAS_LENS: tl.constexpr,
-    HAS_MASK: tl.constexpr,
-    HAS_INDICES: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
+    q_latent, q_rope,  # [B, S, H, C] and [B, S, H, R], contiguous
+    latent, k_rope,  # [B or pages, T or page, C] and [..., R]
+    out, lse,  # [sequences, parts, rows, C] and [sequences, parts, rows], contiguous
+    kv_lens, mask, block_table, indices, latent_scale, sinks,
+    scale,  # of the logits, times log2(e)
+    kv_len, q_len, heads, count,  # T, S, H and K
+    latent_s0, latent_s1, latent_s2, rope_s0, rope_s1, rope_s2,
+    scale_s0, scale_s1, scale_s2, mask_s0, mask_s1, mask_s2, table_s0,
+    C: tl.constexpr, R: tl.constexpr,
+    W: tl.constexpr, PIECES: tl.constexpr, BC: tl.constexpr, BP: tl.constexpr,
+    BR: tl.constexpr, BN: tl.constexpr, SPLIT: tl.constexpr,
+    PAGE: tl.constexpr,  # tokens in a page, 0 without pages
+    FORM: tl.constexpr, GROUP: tl.constexpr,  # numbers per scale (scale_s2 is 0 where groups share one), 0 for none
+    TRANSPOSED: tl.constexpr, PER_TOKEN: tl.constexpr, SINGLE: tl.constexpr,
+    HAS_LENS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_INDICES: tl.constexpr, HAS_SINKS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One block of rows over one part of one sequence's history.
-
-    ``GROUP`` is 0 for one scale, 1 for one per token, else numbers per scale.
-    """
+    """One block of rows over one part of one sequence's history."""
+    # fmt: on
     sequence = tl.program_id(2)
     part = tl.program_id(1)
     b, last_token, stored, limit = _extent(kv_lens, sequence, kv_len, q_len, PER_TOKEN, HAS_LENS)
@@ -191,44 +159,48 @@ def part_kernel(
 
     row = tl.program_id(0) * BR + tl.arange(0, BR)  # [BR]
     row_limit = stored - q_len + row // heads + 1  # [BR], where rows are of several tokens
-    c = tl.arange(0, BC)
-    c_in = c < C
     # Rows past the last repeat it, and are not stored: nothing about them has to be kept through the loop.
     flat_row = sequence.to(tl.int64) * rows_here + tl.minimum(row, rows_here - 1)
-    q = tl.load(q_latent + flat_row[:, None] * C + c[None, :], mask=c_in[None, :], other=0.0)
+    q = ()
+    acc = ()
+    for i in tl.static_range(PIECES):
+        c, c_in = _columns(i, C, W, BC)
+        q = q + (tl.load(q_latent + flat_row[:, None] * C + c[None, :], mask=c_in[None, :], other=0.0),)
+        acc = acc + (tl.zeros([BC, BR] if TRANSPOSED else [BR, BC], dtype=tl.float32),)
+    r = tl.arange(0, BP)
+    r_in = r < R
     if R > 0:
-        r = tl.arange(0, BP)
-        r_in = r < R
         qr = tl.load(q_rope + flat_row[:, None] * R + r[None, :], mask=r_in[None, :], other=0.0)
-    code_scale = 1.0
-    if FORM != "plain" and GROUP == 0:
-        code_scale = tl.load(latent_scale).to(tl.float32)
     p_indices = indices + sequence.to(tl.int64) * count
     p_table = block_table + b * table_s0
     p_mask = mask + b * mask_s0 + last_token.to(tl.int64) * mask_s1
 
     top = tl.full([BR], _LOWEST, dtype=tl.float32)
     total = tl.zeros([BR], dtype=tl.float32)
-    acc = tl.zeros([BC, BR] if TRANSPOSED else [BR, BC], dtype=tl.float32)
     for start in range(first, last, BN):
         position, there = _positions(p_indices, start, last, limit, BN, HAS_INDICES)
         outer, inner = _places(p_table, b, start, position, there, BN, PAGE, HAS_INDICES)
         at = outer * latent_s0 + inner * latent_s1
-        k_in = there[:, None] & c_in[None, :]
-        k = _numbers(tl.load(latent + at[:, None] + c[None, :] * latent_s2, mask=k_in, other=0), FORM, q.dtype)
-        if GROUP > 1:
-            k = _scaled(k, latent_scale + outer * scale_s0 + inner * scale_s1, scale_s2, there, BN, C, GROUP, BC)
-        s = _scores(q, k, TRANSPOSED, PRECISION)  # [BR, BN], or [BN, BR]
-        if GROUP == 1:
-            token_scale = tl.load(latent_scale + outer * scale_s0 + inner * scale_s1, mask=there, other=0.0)
-            token_scale = _along_tokens(token_scale.to(tl.float32), TRANSPOSED)
-            s = s * token_scale
-        s = s * code_scale
+        p_factors = latent_scale + outer * scale_s0 + inner * scale_s1
+        k = ()
+        factors = ()
+        s = tl.zeros([BN, BR] if TRANSPOSED else [BR, BN], dtype=tl.float32)
+        for i in tl.static_range(PIECES):
+            c, c_in = _columns(i, C, W, BC)
+            p_codes = latent + at[:, None] + c[None, :] * latent_s2
+            codes = tl.load(p_codes, mask=there[:, None] & c_in[None, :], other=0)  # [BN, BC]
+            k = k + (_numbers(codes, FORM, q_latent.dtype.element_ty),)
+            if GROUP > 0:
+                p_factor = p_factors + i * W // GROUP * scale_s2
+                factors = factors + (_along_tokens(_factors(p_factor, there, FORM), TRANSPOSED),)
+                s += _scores(q[i], k[i], None, TRANSPOSED, PRECISION) * factors[i]
+            else:
+                s = _scores(q[i], k[i], s, TRANSPOSED, PRECISION)  # [BR, BN], or [BN, BR]
         if R > 0:
             rope_at = outer * rope_s0 + inner * rope_s1
             r_there = there[:, None] & r_in[None, :]
             kr = tl.load(k_rope + rope_at[:, None] + r[None, :] * rope_s2, mask=r_there, other=0.0)  # [BN, BP]
-            s += _scores(qr, kr.to(q.dtype), TRANSPOSED, PRECISION)
+            s = _scores(qr, kr.to(qr.dtype), s, TRANSPOSED, PRECISION)
         if HAS_MASK:
             there = there & (tl.load(p_mask + position.to(tl.int64) * mask_s2, mask=there, other=0) != 0)
         seen = _along_tokens(there, TRANSPOSED)
@@ -239,17 +211,19 @@ def part_kernel(
         p = tl.where(seen, tl.exp2(s - _along_rows(new_top, TRANSPOSED)), 0.0)
         shrink = tl.exp2(top - new_top)
         total = total * shrink + tl.sum(p, axis=0 if TRANSPOSED else 1)
-        if GROUP == 1:
-            p = p * token_scale
-        acc = acc * _along_rows(shrink, TRANSPOSED)
-        if TRANSPOSED:
-            acc = tl.dot(tl.trans(k), p.to(k.dtype), acc, input_precision=PRECISION)
-        else:
-            acc = tl.dot(p.to(k.dtype), k, acc, input_precision=PRECISION)
+        moved = ()
+        for i in tl.static_range(PIECES):
+            weights = (p * factors[i] if GROUP > 0 else p).to(k[i].dtype)
+            kept = acc[i] * _along_rows(shrink, TRANSPOSED)
+            if TRANSPOSED:
+                moved = moved + (tl.dot(tl.trans(k[i]), weights, kept, input_precision=PRECISION),)
+            else:
+                moved = moved + (tl.dot(weights, k[i], kept, input_precision=PRECISION),)
+        acc = moved
         top = new_top
 
     some = total > 0
-    norm = tl.where(some, code_scale / tl.where(some, total, 1.0), 0.0)
+    norm = tl.where(some, 1.0 / tl.where(some, total, 1.0), 0.0)
     log_sum = tl.where(some, (top + tl.log2(tl.where(some, total, 1.0))) * _LN2, -float("inf"))
     row_in = row < rows_here
     if SINGLE and HAS_SINKS:
@@ -258,35 +232,25 @@ def part_kernel(
         norm = norm * kept
     target = (sequence.to(tl.int64) * tl.num_programs(1) + part) * rows_here + row
     tl.store(lse + target, log_sum, mask=row_in)
-    width = _along_tokens(c, TRANSPOSED)
-    place = out + _along_rows(target, TRANSPOSED) * C + width
-    result = acc * _along_rows(norm, TRANSPOSED)
-    tl.store(place, result.to(out.dtype.element_ty), mask=(width < C) & _along_rows(row_in, TRANSPOSED))
+    for i in tl.static_range(PIECES):
+        c, c_in = _columns(i, C, W, BC)
+        place = out + _along_rows(target, TRANSPOSED) * C + _along_tokens(c, TRANSPOSED)
+        result = (acc[i] * _along_rows(norm, TRANSPOSED)).to(out.dtype.element_ty)
+        tl.store(place, result, mask=_along_tokens(c_in, TRANSPOSED) & _along_rows(row_in, TRANSPOSED))
 
 
+# fmt: off
 @triton.jit
 def join_kernel(
-    parts_out,
-    parts_lse,
-    out,
-    lse,
-    kv_lens,
-    sinks,
-    kv_len,
-    q_len,
-    heads,
-    count,
-    parts,
-    C: tl.constexpr,
-    BC: tl.constexpr,
-    BPARTS: tl.constexpr,
-    SPLIT: tl.constexpr,
-    PER_TOKEN: tl.constexpr,
-    HAS_LENS: tl.constexpr,
-    HAS_INDICES: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
+    parts_out, parts_lse,  # [sequences, parts, rows, C] and [sequences, parts, rows] of part_kernel
+    out, lse,  # [sequences, rows, C] and [sequences, rows]
+    kv_lens, sinks,
+    kv_len, q_len, heads, count, parts,
+    C: tl.constexpr, BC: tl.constexpr, BPARTS: tl.constexpr, SPLIT: tl.constexpr,
+    PER_TOKEN: tl.constexpr, HAS_LENS: tl.constexpr, HAS_INDICES: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):
     """One row: its parts joined by their log-sum-exp; only parts that the sequence reaches are read."""
+    # fmt: on
     row = tl.program_id(0)
     sequence = tl.program_id(1)
     rows_here = tl.num_programs(0)

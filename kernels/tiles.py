@@ -28,7 +28,10 @@ SHARED_LIMIT = {
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """One launch: see the module. ``warps`` and ``stages`` are Triton's num_warps and num_stages."""
+    """One launch: see the module. ``warps`` and ``stages`` are Triton's num_warps and num_stages.
+
+    ``piece`` is how many of the latent's columns have products of their own, at most.
+    """
 
     block_rows: int
     block_tokens: int
@@ -36,6 +39,7 @@ class Tile:
     stages: int
     transposed: bool = False
     split_tokens: int = 1024
+    piece: int = 512
 
 
 #: For each architecture: (rows up to, tile), the last entry for everything above.
@@ -68,12 +72,24 @@ _TABLE: dict[str, tuple[tuple[int, Tile], ...]] = {
 }
 _SAME_AS = {"sm_89": "sm_86", "sm_120": "sm_86", "gfx950": "gfx942"}
 #: What the interpreter runs: small, so that loops and masks are exercised.
-INTERPRETED = Tile(16, 16, 1, 1, split_tokens=64)
+INTERPRETED = Tile(16, 16, 1, 1, split_tokens=64, piece=64)
 
 
 def padded(width: int) -> int:
     """A tile's width for ``width`` numbers: the next power of two, 16 at least."""
     return max(16, 1 << (width - 1).bit_length())
+
+
+def piece_width(tile: Tile, latent: int, group: int = 0) -> int:
+    """Columns of one piece of a latent: those that waste least, inside one group of ``group`` numbers (0: no groups).
+
+    A piece takes the room of the next power of two.
+    """
+    if 0 < group < latent:
+        parts = next(n for n in range(-(-group // tile.piece), group + 1) if group % n == 0)
+        return group // parts
+    widths = [tile.piece >> n for n in range(6) if tile.piece >> n >= 16]
+    return min(widths, key=lambda width: (-(-latent // width) * width, -width))
 
 
 def shared_bytes(tile: Tile, latent: int, rope: int, *, query_bytes: int, cache_bytes: int) -> int:

@@ -8,9 +8,11 @@ import triton
 from mla_convert.errors import UsageError
 from mla_convert.kernels.arguments import DecodeArguments
 from mla_convert.kernels.decode_kernel import join_kernel, part_kernel
-from mla_convert.kernels.tiles import INTERPRETED, Tile, choose_tile, nearest_arch, padded
+from mla_convert.kernels.tiles import INTERPRETED, Tile, choose_tile, nearest_arch, padded, piece_width
 
 _LOG2E = 1.4426950408889634
+#: Scales per token, at most: each group of numbers has products of its own in the compiled kernel.
+MOST_GROUPS = 32
 
 
 def decode(args: DecodeArguments) -> tuple[torch.Tensor, torch.Tensor]:
@@ -70,20 +72,23 @@ def form_of(latent: torch.Tensor) -> str:
 
 
 def _scale_arguments(args: DecodeArguments) -> tuple[torch.Tensor, tuple[int, int, int], int]:
-    """``latent_scale`` as a tensor, its strides, and the kernel's GROUP."""
+    """``latent_scale`` as a tensor, its strides (0 where one is for all), and numbers per scale (0 for no scales)."""
     scale, query = args.latent_scale, args.q_latent
+    width = query.shape[3]
     if scale is None:
         return query, (0, 0, 0), 0
     if not isinstance(scale, torch.Tensor):
         scale = torch.full((), scale, dtype=torch.float32, device=query.device)
     if scale.dim() == 0:
-        return scale.to(query.device), (0, 0, 0), 0
+        return scale.to(query.device), (0, 0, 0), width
     if scale.dim() == 2:
-        return scale, (scale.stride(0), scale.stride(1), 0), 1
-    group = query.shape[3] // scale.shape[2]
-    if group == 1:
-        raise UsageError("latent_scale has one scale for each number; groups are at least two numbers wide")
-    return scale, (scale.stride(0), scale.stride(1), scale.stride(2)), group
+        return scale, (scale.stride(0), scale.stride(1), 0), width
+    if scale.shape[2] > MOST_GROUPS:
+        raise UsageError(
+            f"latent_scale has {scale.shape[2]} scales per token; the Triton backend reads {MOST_GROUPS} at most; "
+            "use backend='torch'"
+        )
+    return scale, (scale.stride(0), scale.stride(1), scale.stride(2)), width // scale.shape[2]
 
 
 def launch(args: DecodeArguments, tile: Tile) -> tuple[torch.Tensor, torch.Tensor]:
@@ -104,6 +109,7 @@ def launch(args: DecodeArguments, tile: Tile) -> tuple[torch.Tensor, torch.Tenso
     part_lse = lse if single else torch.empty(sequences, parts, rows, dtype=torch.float32, device=device)
     codes = args.latent.view(torch.uint8) if form_of(args.latent).startswith("fp8") else args.latent
     scale, scale_strides, group = _scale_arguments(args)
+    piece = piece_width(tile, width, group)
     mask = args.mask
     lengths = args.kv_lens
     sinks = args.sinks
@@ -133,14 +139,16 @@ def launch(args: DecodeArguments, tile: Tile) -> tuple[torch.Tensor, torch.Tenso
         0 if table is None else table.shape[1],
         C=width,
         R=rope,
-        BC=padded(width),
+        W=piece,
+        PIECES=triton.cdiv(width, piece),
+        BC=padded(piece),
         BP=padded(rope) if rope else 16,
         BR=tile.block_rows,
         BN=tile.block_tokens,
         SPLIT=tile.split_tokens,
         PAGE=0 if table is None else args.latent.shape[1],
         FORM=form_of(args.latent),
-        GROUP=group,
+        GROUP=group if scale_strides[2] else group and piece,
         TRANSPOSED=tile.transposed,
         PER_TOKEN=alone,
         SINGLE=single,
