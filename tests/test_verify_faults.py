@@ -53,9 +53,13 @@ def check(model: PreTrainedModel, example_path: Path) -> Callable[[str], Verific
     return run
 
 
-def absorbed_stages(rule: str) -> list[str]:
-    """What a fault of the absorbed form breaks; the few positions of one sequence say little of a distribution."""
-    return ABSORBED if rule == "strict" else ABSORBED[:3]
+def breaks_absorbed(rule: str, report: VerificationReport) -> bool:
+    """Whether what runs absorbed fails, and nothing else.
+
+    The few positions of one sequence say little of a distribution, and may pass the rule of lower precision.
+    """
+    found = broken(report)
+    return found == ABSORBED or (rule == "floor" and found == ABSORBED[:-1])
 
 
 def broken(report: VerificationReport) -> list[str]:
@@ -97,7 +101,7 @@ def test_a_missing_mscale(
         return q, c, k, mask, plain
 
     plant(monkeypatch, without_mscale)
-    assert broken(check(rule)) == absorbed_stages(rule)
+    assert breaks_absorbed(rule, check(rule))
 
 
 @RULES
@@ -105,17 +109,23 @@ def test_the_rotary_half_dropped(
     rule: str, check: Callable[[str], VerificationReport], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plant(monkeypatch, lambda _layer, q, c, k, mask, scale: (q, c, torch.zeros_like(k), mask, scale))
-    assert broken(check(rule)) == absorbed_stages(rule)
+    assert breaks_absorbed(rule, check(rule))
 
 
-@RULES
-@pytest.mark.parametrize("lift", ["lift_query", "lift_output"])
+@pytest.mark.parametrize(
+    ("rule", "lift"),
+    [
+        ("strict", "lift_query"),
+        ("strict", "lift_output"),
+        pytest.param("floor", "lift_output", marks=pytest.mark.slow),
+    ],
+)
 def test_heads_permuted(
     rule: str, lift: str, check: Callable[[str], VerificationReport], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     original: Attend = getattr(AbsorbedLayer, lift)
     monkeypatch.setattr(AbsorbedLayer, lift, lambda self, x: original(self, x).roll(1, dims=2))
-    assert broken(check(rule)) == absorbed_stages(rule)
+    assert breaks_absorbed(rule, check(rule))
 
 
 @RULES
@@ -127,10 +137,7 @@ def test_a_mask_ignored(rule: str, check: Callable[[str], VerificationReport], m
     assert broken(check(rule)) == ["padded decode"]
 
 
-@RULES
-def test_one_token_too_few_seen(
-    rule: str, check: Callable[[str], VerificationReport], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_causal_limit_off_by_one(check: Callable[[str], VerificationReport], monkeypatch: pytest.MonkeyPatch) -> None:
     """Only blocks of several tokens can confuse their causal limits."""
     original: Any = layer_module.visibility
 
@@ -141,15 +148,14 @@ def test_one_token_too_few_seen(
         return Visibility(kv_len, kv_lens=torch.full((batch,), kv_len + 1))
 
     monkeypatch.setattr(layer_module, "visibility", shifted)
-    assert broken(check(rule)) == ["decode by 3"]
+    assert broken(check("strict")) == ["decode by 3"]
 
 
-@RULES
 def test_what_never_runs_is_not_verified(
-    rule: str, check: Callable[[str], VerificationReport], monkeypatch: pytest.MonkeyPatch
+    check: Callable[[str], VerificationReport], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(AbsorbedLayer, "prefers_absorbed", lambda *_: False)
-    report = check(rule)
+    report = check("strict")
     assert broken(report) == ["decode", "padded prefill", "padded decode", "one sequence"]
     assert all("attention never ran absorbed in model.layers.0" in failure for failure in report.failures)
     assert all(stage.absorbed_calls == 0 for stage in report.stages)
