@@ -5,13 +5,15 @@ A row is one (new token, head) pair; a tile is ``block_rows`` of them against ``
 first side is fixed (WGMMA's 64). The history is divided every ``split_tokens``, whatever the load, so
 that a sequence's result depends on itself alone.
 
-Nothing here asks the hardware: a launch that would not fit is made smaller beforehand, by the shared
-memory that the kernel's tiles are known to take.
+Nothing here asks the hardware: a tile that would not fit gives way to a smaller one beforehand, by the shared
+memory that tiles are known to take. ``make kernel-report`` compiles every tile for every architecture.
 """
 
 from __future__ import annotations
 
 import dataclasses
+
+from mla_convert.errors import UsageError
 
 #: Shared memory a block may use, in bytes.
 SHARED_LIMIT = {
@@ -42,33 +44,72 @@ class Tile:
     piece: int = 512
 
 
-#: For each architecture: (rows up to, tile), the last entry for everything above.
-_TABLE: dict[str, tuple[tuple[int, Tile], ...]] = {
-    "sm_80": (
-        (16, Tile(16, 32, 4, 2, split_tokens=512)),
-        (32, Tile(32, 64, 8, 2)),
-        (1 << 30, Tile(64, 16, 8, 2)),
-    ),
-    "sm_86": (
-        (16, Tile(16, 32, 4, 2, split_tokens=512)),
-        (32, Tile(32, 32, 8, 2)),
-        (1 << 30, Tile(64, 16, 8, 2)),
-    ),
-    "sm_90": (
-        (16, Tile(16, 64, 4, 2, transposed=True, split_tokens=512)),
-        (32, Tile(32, 64, 8, 2, transposed=True)),
-        (1 << 30, Tile(64, 32, 8, 2)),
-    ),
-    "sm_100": (
-        (16, Tile(16, 32, 4, 2, split_tokens=512)),
-        (32, Tile(32, 32, 8, 2)),
-        (1 << 30, Tile(64, 64, 8, 2)),
-    ),
-    "gfx942": (
-        (16, Tile(16, 32, 4, 1, split_tokens=512)),
-        (32, Tile(32, 32, 4, 1)),
-        (1 << 30, Tile(64, 32, 4, 1)),
-    ),
+_ANY = 1 << 30
+#: float32 products, without matrix instructions on NVIDIA; what a consumer's shared memory holds is fewer rows.
+_FLOAT32 = {
+    "float32": ((_ANY, Tile(16, 16, 8, 2, piece=128)),),
+    "float32 coded": ((_ANY, Tile(16, 16, 8, 2, piece=64)),),
+    "float32 wide": ((_ANY, Tile(16, 16, 8, 2, piece=128)),),
+    "float32 wide coded": ((_ANY, Tile(16, 16, 8, 2, piece=64)),),
+}
+#: (rows up to, tile) by architecture and kind of problem, smallest tiles first. Kinds: what ``kind_of`` returns.
+_TABLE: dict[str, dict[str, tuple[tuple[int, Tile], ...]]] = {
+    "sm_80": {
+        **_FLOAT32,
+        "plain": ((16, Tile(16, 32, 4, 2, split_tokens=512)), (32, Tile(32, 64, 8, 2)), (_ANY, Tile(64, 32, 8, 2))),
+        "coded": ((16, Tile(16, 32, 4, 2, split_tokens=512, piece=128)), (_ANY, Tile(32, 32, 8, 2, piece=128))),
+        "wide": ((_ANY, Tile(16, 32, 8, 2)),),
+        "wide coded": ((_ANY, Tile(16, 32, 8, 2, piece=256)),),
+    },
+    "sm_86": {
+        **_FLOAT32,
+        "plain": ((16, Tile(16, 32, 4, 2, split_tokens=512)), (32, Tile(32, 32, 8, 2)), (_ANY, Tile(64, 16, 8, 2))),
+        "coded": ((16, Tile(16, 32, 4, 2, split_tokens=512, piece=128)), (_ANY, Tile(32, 32, 8, 2, piece=128))),
+        "wide": ((_ANY, Tile(16, 16, 8, 2)),),
+        "wide coded": ((_ANY, Tile(16, 16, 8, 2)),),
+        "float32 wide": ((_ANY, Tile(4, 16, 8, 2, piece=128)),),
+        "float32 wide coded": ((_ANY, Tile(2, 16, 8, 2, piece=64)),),
+    },
+    "sm_90": {
+        **_FLOAT32,
+        "plain": (
+            (16, Tile(16, 64, 4, 2, transposed=True, split_tokens=512)),
+            (32, Tile(32, 64, 8, 2, transposed=True)),
+            (_ANY, Tile(64, 32, 8, 2)),
+        ),
+        "coded": (
+            (16, Tile(16, 32, 4, 2, split_tokens=512, piece=128)),
+            (32, Tile(32, 32, 8, 2, piece=128)),
+            (_ANY, Tile(64, 32, 8, 2)),
+        ),
+        "wide": ((16, Tile(16, 32, 8, 2)), (_ANY, Tile(32, 32, 8, 2))),
+        "wide coded": ((_ANY, Tile(16, 32, 8, 2, piece=256)),),
+    },
+    "sm_100": {
+        **_FLOAT32,
+        "plain": ((16, Tile(16, 32, 4, 2, split_tokens=512)), (32, Tile(32, 32, 8, 2)), (_ANY, Tile(64, 32, 8, 2))),
+        "coded": (
+            (16, Tile(16, 32, 4, 2, split_tokens=512, piece=128)),
+            (32, Tile(32, 32, 8, 2, piece=128)),
+            (_ANY, Tile(64, 32, 8, 2, piece=128)),
+        ),
+        "wide": ((_ANY, Tile(16, 32, 8, 2)),),
+        "wide coded": ((_ANY, Tile(16, 16, 8, 2)),),
+    },
+    "gfx942": {
+        "plain": (
+            (16, Tile(16, 32, 4, 1, split_tokens=512, piece=128)),
+            (32, Tile(32, 32, 4, 1, piece=128)),
+            (_ANY, Tile(64, 32, 4, 1, piece=128)),
+        ),
+        "coded": (
+            (16, Tile(16, 32, 4, 1, split_tokens=512, piece=128)),
+            (_ANY, Tile(32, 32, 4, 1, piece=128)),
+        ),
+        "wide": ((_ANY, Tile(16, 32, 4, 1, piece=128)),),
+        "wide coded": ((_ANY, Tile(16, 16, 4, 1, piece=128)),),
+        **dict.fromkeys(_FLOAT32, ((_ANY, Tile(16, 16, 4, 1, piece=128)),)),
+    },
 }
 _SAME_AS = {"sm_89": "sm_86", "sm_120": "sm_86", "gfx950": "gfx942"}
 #: What the interpreter runs: small, so that loops and masks are exercised.
@@ -92,40 +133,61 @@ def piece_width(tile: Tile, latent: int, group: int = 0) -> int:
     return min(widths, key=lambda width: (-(-latent // width) * width, -width))
 
 
-def shared_bytes(tile: Tile, latent: int, rope: int, *, query_bytes: int, cache_bytes: int) -> int:
-    """Shared memory that a tile may take at most: the query, and each stage's rows of history.
+def shared_bytes(arch: str, tile: Tile, latent: int, rope: int, *, query_bytes: int, cache_bytes: int) -> int:
+    """Shared memory that a tile takes at most.
+
+    AMD keeps the query and, without stages, the history in registers: one piece at a time goes through shared memory.
+    NVIDIA holds the query and the stages of the history, of which products from registers need one less, WGMMA all,
+    and tcgen05, which runs ahead, twice as many of the latent; decoded numbers, weights, barriers and scales beside.
 
     Args:
         latent, rope: C and R.
         query_bytes, cache_bytes: of one number of the query (and of the rotary keys), and of the cached latent.
     """
-    wide, narrow = padded(latent), padded(rope) if rope else 0
-    query = tile.block_rows * (wide + narrow) * query_bytes
-    stage = tile.block_tokens * (wide * cache_bytes + narrow * query_bytes)
-    decoded = tile.block_tokens * wide * query_bytes if cache_bytes < query_bytes else 0
-    weights = tile.block_rows * tile.block_tokens * query_bytes
-    return query + stage * max(1, tile.stages) + decoded + weights
+    piece = padded(piece_width(tile, latent))
+    narrow = padded(rope) if rope else 0
+    rows, tokens = tile.block_rows, tile.block_tokens
+    if arch.startswith("gfx"):
+        return max(rows, tokens) * max(piece, narrow, tokens) * query_bytes
+    wide = -(-latent // piece) * piece
+    coded = cache_bytes < query_bytes
+    tensor_memory = arch == "sm_100" and rows >= 64
+    group_matrix = arch == "sm_90" and (rows >= 64 or tile.transposed)
+    stages = tile.stages if tensor_memory or group_matrix else tile.stages - 1
+    latents = 2 * stages if tensor_memory and not coded else stages
+    history = tokens * (wide * cache_bytes * latents + narrow * query_bytes * stages)
+    decoded = tokens * wide * query_bytes if coded else 0
+    small = rows * tokens * query_bytes + tokens * 64 + 1024
+    return rows * (wide + narrow) * query_bytes + history + decoded + small
+
+
+def kind_of(latent: int, *, query_bytes: int, cache_bytes: int) -> str:
+    """The part of a table: float32 queries, latents wider than 512 and coded ones have tiles of their own."""
+    named = {"float32": query_bytes == 4, "wide": latent > 512, "coded": cache_bytes < query_bytes}
+    return " ".join(name for name, holds in named.items() if holds) or "plain"
+
+
+def tiles_of(arch: str, kind: str) -> tuple[tuple[int, Tile], ...]:
+    """(rows up to, tile) of one kind of problem, smallest first."""
+    return _TABLE[_SAME_AS.get(arch, arch)][kind]
 
 
 def choose_tile(arch: str, rows: int, latent: int, rope: int, *, query_bytes: int, cache_bytes: int) -> Tile:
-    """The table's tile for ``rows`` rows, made smaller until it fits ``arch``'s shared memory.
+    """The table's tile for ``rows`` rows, or the next smaller one where that would not fit ``arch``'s shared memory.
 
-    Stages go first, then tokens, then rows; ``split_tokens`` never changes with any of them.
+    Raises:
+        UsageError: where none fits, which needs a latent or a rotary part wider than models have.
     """
-    table = _TABLE[_SAME_AS.get(arch, arch)]
-    tile = next(tile for most, tile in table if rows <= most)
-    # float32 products and latents wider than the table was made for need room in registers as well.
-    if query_bytes == 4 or latent > 512:
-        tile = dataclasses.replace(tile, block_rows=16, block_tokens=16, warps=8, stages=1, transposed=False)
-    while shared_bytes(tile, latent, rope, query_bytes=query_bytes, cache_bytes=cache_bytes) > SHARED_LIMIT[arch]:
-        if tile.stages > 1:
-            tile = dataclasses.replace(tile, stages=tile.stages - 1)
-        elif tile.block_tokens > 16:
-            tile = dataclasses.replace(tile, block_tokens=tile.block_tokens // 2)
-        else:
-            assert tile.block_rows > 16, f"no tile fits {arch}: C {latent}, R {rope}"
-            tile = dataclasses.replace(tile, block_rows=tile.block_rows // 2)
-    return tile
+    table = tiles_of(arch, kind_of(latent, query_bytes=query_bytes, cache_bytes=cache_bytes))
+    chosen = next(i for i, (most, _) in enumerate(table) if rows <= most)
+    for _, tile in reversed(table[: chosen + 1]):
+        taken = shared_bytes(arch, tile, latent, rope, query_bytes=query_bytes, cache_bytes=cache_bytes)
+        if taken <= SHARED_LIMIT[arch]:
+            return tile
+    raise UsageError(
+        f"a latent of {latent} and a rotary part of {rope} numbers take {taken} bytes of shared memory, {arch} has "
+        f"{SHARED_LIMIT[arch]}; use backend='torch'"
+    )
 
 
 def nearest_arch(major: int, minor: int) -> str:

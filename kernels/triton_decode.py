@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 import torch
 import triton
 
@@ -91,96 +94,121 @@ def _scale_arguments(args: DecodeArguments) -> tuple[torch.Tensor, tuple[int, in
     return scale, (scale.stride(0), scale.stride(1), scale.stride(2)), width // scale.shape[2]
 
 
+@dataclasses.dataclass(frozen=True)
+class Division:
+    """A problem in programs: ``parts`` of the history for each of ``sequences`` with ``rows`` rows each."""
+
+    sequences: int
+    rows: int
+    parts: int
+
+    @staticmethod
+    def of(args: DecodeArguments, tile: Tile) -> Division:
+        batch, q_len, heads = args.q_latent.shape[:3]
+        reach = args.kv_len if args.indices is None else args.indices.shape[2]
+        parts = max(1, triton.cdiv(reach, tile.split_tokens))
+        if per_token(args):
+            return Division(batch * q_len, heads, parts)
+        return Division(batch, q_len * heads, parts)
+
+
 def launch(args: DecodeArguments, tile: Tile) -> tuple[torch.Tensor, torch.Tensor]:
-    batch, q_len, heads, width = args.q_latent.shape
-    rope = args.q_rope.shape[3]
-    device, dtype = args.q_latent.device, args.q_latent.dtype
-    q_latent, q_rope = args.q_latent.contiguous(), args.q_rope.contiguous()
-    indices = None if args.indices is None else args.indices.contiguous()
-    alone = per_token(args)
-    sequences, rows = (batch * q_len, heads) if alone else (batch, q_len * heads)
-    count = 0 if indices is None else indices.shape[2]
-    reach = args.kv_len if indices is None else count
-    parts = max(1, triton.cdiv(reach, tile.split_tokens))
-    out = torch.empty_like(q_latent)
-    lse = torch.empty(q_latent.shape[:3], dtype=torch.float32, device=device)
-    single = parts == 1
-    part_out = out if single else torch.empty(sequences, parts, rows, width, dtype=torch.float32, device=device)
-    part_lse = lse if single else torch.empty(sequences, parts, rows, dtype=torch.float32, device=device)
-    codes = args.latent.view(torch.uint8) if form_of(args.latent).startswith("fp8") else args.latent
-    scale, scale_strides, group = _scale_arguments(args)
-    piece = piece_width(tile, width, group)
-    mask = args.mask
-    lengths = args.kv_lens
-    sinks = args.sinks
-    table = args.block_table
-    part_kernel[(triton.cdiv(rows, tile.block_rows), parts, sequences)](
-        q_latent,
-        q_rope if rope else q_latent,
-        codes,
-        args.k_rope if rope else codes,
-        part_out,
-        part_lse,
-        q_latent if lengths is None else lengths.contiguous(),
-        q_latent if mask is None else mask.view(torch.uint8),
-        q_latent if table is None else table.contiguous(),
-        q_latent if indices is None else indices,
-        scale,
-        q_latent if sinks is None else sinks.contiguous(),
-        args.scale * _LOG2E,
-        args.kv_len,
-        q_len,
-        heads,
-        count,
-        *codes.stride(),
-        *(args.k_rope.stride() if rope else (0, 0, 0)),
-        *scale_strides,
-        *((0, 0, 0) if mask is None else mask.stride()),
-        0 if table is None else table.shape[1],
-        C=width,
-        R=rope,
-        W=piece,
-        PIECES=triton.cdiv(width, piece),
-        BC=padded(piece),
-        BP=padded(rope) if rope else 16,
-        BR=tile.block_rows,
-        BN=tile.block_tokens,
-        SPLIT=tile.split_tokens,
-        PAGE=0 if table is None else args.latent.shape[1],
-        FORM=form_of(args.latent),
-        GROUP=group if scale_strides[2] else group and piece,
-        TRANSPOSED=tile.transposed,
-        PER_TOKEN=alone,
-        SINGLE=single,
-        HAS_LENS=lengths is not None,
-        HAS_MASK=mask is not None,
-        HAS_INDICES=indices is not None,
-        HAS_SINKS=sinks is not None,
-        PRECISION="ieee" if dtype == torch.float32 else None,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-    )
-    if not single:
-        join_kernel[(rows, sequences)](
-            part_out,
-            part_lse,
-            out,
-            lse,
-            q_latent if lengths is None else lengths.contiguous(),
-            q_latent if sinks is None else sinks.contiguous(),
-            args.kv_len,
-            q_len,
-            heads,
-            count,
-            parts,
-            C=width,
-            BC=padded(width),
-            BPARTS=triton.next_power_of_2(parts),
-            SPLIT=tile.split_tokens,
-            PER_TOKEN=alone,
-            HAS_LENS=lengths is not None,
-            HAS_INDICES=indices is not None,
-            HAS_SINKS=sinks is not None,
-            num_warps=1,
+    """Compute checked arguments in tiles of ``tile``: see ``absorbed_decode``."""
+    division = Division.of(args, tile)
+    shape = (division.sequences, division.parts, division.rows)
+    out = torch.empty(args.q_latent.shape, dtype=args.q_latent.dtype, device=args.q_latent.device)
+    lse = torch.empty(args.q_latent.shape[:3], dtype=torch.float32, device=out.device)
+    if division.parts == 1:
+        _run_parts(args, tile, division, out, lse)
+    else:
+        parts_out = torch.empty(*shape, out.shape[3], dtype=torch.float32, device=out.device)
+        parts_lse = torch.empty(shape, dtype=torch.float32, device=out.device)
+        _run_parts(args, tile, division, parts_out, parts_lse)
+        join_kernel[(division.rows, division.sequences)](
+            parts_out, parts_lse, out, lse, **join_arguments(args, tile, division), num_warps=1
         )
     return out, lse
+
+
+def _run_parts(args: DecodeArguments, tile: Tile, division: Division, out: torch.Tensor, lse: torch.Tensor) -> None:
+    grid = (triton.cdiv(division.rows, tile.block_rows), division.parts, division.sequences)
+    values = part_arguments(args, tile, division)
+    part_kernel[grid](out=out, lse=lse, **values, num_warps=tile.warps, num_stages=tile.stages)
+
+
+def _given(tensor: torch.Tensor | None, other: torch.Tensor) -> torch.Tensor:
+    """``tensor`` in rows, or a pointer that the kernel doesn't follow."""
+    return other if tensor is None else tensor.contiguous()
+
+
+def _strides(name: str, strides: tuple[int, ...]) -> dict[str, int]:
+    return {f"{name}_s{i}": stride for i, stride in enumerate(strides)}
+
+
+def part_arguments(args: DecodeArguments, tile: Tile, division: Division) -> dict[str, Any]:
+    """What ``part_kernel`` is called with, by name, besides its outputs."""
+    query, table, mask = args.q_latent.contiguous(), args.block_table, args.mask
+    form, width, rope = form_of(args.latent), query.shape[3], args.q_rope.shape[3]
+    codes = args.latent.view(torch.uint8) if form.startswith("fp8") else args.latent
+    scale, scale_strides, group = _scale_arguments(args)
+    piece = piece_width(tile, width, group)
+    return {
+        "q_latent": query,
+        "q_rope": args.q_rope.contiguous() if rope else query,
+        "latent": codes,
+        "k_rope": args.k_rope if rope else codes,
+        "mask": query if mask is None else mask.view(torch.uint8),
+        "block_table": _given(table, query),
+        "indices": _given(args.indices, query),
+        "latent_scale": scale,
+        "scale": args.scale * _LOG2E,
+        **_strides("latent", codes.stride()),
+        **_strides("rope", args.k_rope.stride() if rope else (0, 0, 0)),
+        **_strides("scale", scale_strides),
+        **_strides("mask", (0, 0, 0) if mask is None else mask.stride()),
+        "table_s0": 0 if table is None else table.shape[1],
+        "C": width,
+        "R": rope,
+        "W": piece,
+        "PIECES": triton.cdiv(width, piece),
+        "BC": padded(piece),
+        "BP": padded(rope) if rope else 16,
+        "BR": tile.block_rows,
+        "BN": tile.block_tokens,
+        "PAGE": 0 if table is None else args.latent.shape[1],
+        "FORM": form,
+        "GROUP": group if scale_strides[2] else group and piece,
+        "TRANSPOSED": tile.transposed,
+        "SINGLE": division.parts == 1,
+        "HAS_MASK": mask is not None,
+        "PRECISION": "ieee" if query.dtype == torch.float32 else None,
+        **_common_arguments(args, tile),
+    }
+
+
+def join_arguments(args: DecodeArguments, tile: Tile, division: Division) -> dict[str, Any]:
+    """What ``join_kernel`` is called with, by name, besides parts and outputs."""
+    width = args.q_latent.shape[3]
+    return {
+        "parts": division.parts,
+        "C": width,
+        "BC": padded(width),
+        "BPARTS": triton.next_power_of_2(division.parts),
+        **_common_arguments(args, tile),
+    }
+
+
+def _common_arguments(args: DecodeArguments, tile: Tile) -> dict[str, Any]:
+    return {
+        "kv_lens": _given(args.kv_lens, args.q_latent),
+        "sinks": _given(args.sinks, args.q_latent),
+        "kv_len": args.kv_len,
+        "q_len": args.q_latent.shape[1],
+        "heads": args.q_latent.shape[2],
+        "count": 0 if args.indices is None else args.indices.shape[2],
+        "SPLIT": tile.split_tokens,
+        "PER_TOKEN": per_token(args),
+        "HAS_LENS": args.kv_lens is not None,
+        "HAS_INDICES": args.indices is not None,
+        "HAS_SINKS": args.sinks is not None,
+    }

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import itertools
 import json
 import os
 import pathlib
@@ -19,6 +18,8 @@ import tempfile
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+
+from machine_code import read_loops
 
 #: Shared memory that one program may use, in bytes.
 SHARED_LIMITS = {
@@ -33,7 +34,6 @@ SHARED_LIMITS = {
 }
 TARGETS = tuple(SHARED_LIMITS)
 _MATRIX = re.compile(r"\b(HGMMA|UTC[A-Z]*MMA|HMMA|v_mfma_[a-z0-9_]+)")
-_INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+([^;]+?)\s*;")
 _NARROW_LOAD = re.compile(r"LDG\S*\.[US](?:8|16)\b|(?:global|buffer)_load_[us]?(?:byte|short)")
 _WIDE_LOAD = re.compile(r"LDG\S*\.128|LDGSTS\S*\.128|(?:global|buffer)_load_dwordx4")
 
@@ -60,9 +60,9 @@ class Compiled:
     """What a compiled kernel takes of a GPU.
 
     ``shared`` bytes per program; ``tensor_memory`` columns (sm_100); ``registers`` per thread; ``spills`` bytes of
-    stack on NVIDIA, spilled registers on AMD; ``loop_spills`` instructions inside loops that move them (NVIDIA only);
-    ``matrix`` the matrix instructions; ``wide_loads`` and ``narrow_loads`` the numbers of global loads of 16 bytes a
-    thread, and of 1 or 2.
+    stack on NVIDIA, spilled registers on AMD; ``loop_spills`` instructions inside loops that move them; ``matrix`` the
+    matrix instructions; ``wide_loads`` and ``narrow_loads`` the numbers of global loads of 16 bytes a thread, and of 1
+    or 2; ``loop_loads`` those of 16 bytes inside loops.
     """
 
     shared: int
@@ -73,6 +73,7 @@ class Compiled:
     matrix: tuple[str, ...]
     wide_loads: int
     narrow_loads: int
+    loop_loads: int
 
 
 def compile_all(requests: Iterable[Request], processes: int = 2) -> list[Compiled]:
@@ -91,7 +92,7 @@ def compile_all(requests: Iterable[Request], processes: int = 2) -> list[Compile
 def _in_a_process(share: list[dict[str, Any]]) -> list[dict[str, Any]]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     run = subprocess.run(
-        [sys.executable, "-P", __file__], input=json.dumps(share), capture_output=True, text=True, env=environment
+        [sys.executable, __file__], input=json.dumps(share), capture_output=True, text=True, env=environment
     )
     if run.returncode:
         raise RuntimeError(f"compiling ahead of time failed:\n{run.stderr}")
@@ -124,47 +125,18 @@ def _read(built: Any, target: str) -> Compiled:
     else:
         usage, text = _inspect(built.asm["cubin"])
         registers, spills = _number(usage, r"REG:(\d+)"), _number(usage, r"STACK:(\d+)")
+    loops = read_loops(text)
     return Compiled(
         shared=built.metadata.shared,
         tensor_memory=getattr(built.metadata, "tmem_size", 0) or 0,
         registers=registers,
         spills=spills,
-        loop_spills=count_loop_spills(text),
+        loop_spills=loops.spills,
         matrix=tuple(sorted(set(_MATRIX.findall(text)))),
         wide_loads=len(_WIDE_LOAD.findall(text)),
         narrow_loads=len(_NARROW_LOAD.findall(text)),
+        loop_loads=loops.loads.get(16, 0),
     )
-
-
-def count_loop_spills(sass: str) -> int:
-    """Loads and stores of local memory that can be executed again after themselves; 0 in AMD's assembly.
-
-    Addresses alone do not tell: what is rarely executed is moved behind the end, and jumps back from there.
-    """
-    lines = [(int(address, 16), code) for address, code in _INSTRUCTION.findall(sass)]
-    following = {address: after for (address, _), (after, _) in itertools.pairwise(lines)}
-    successors = {address: _successors(code, following.get(address)) for address, code in lines}
-    moves = [address for address, code in lines if re.search(r"\b(STL|LDL)\b", code)]
-    return sum(_returns(address, successors) for address in moves)
-
-
-def _successors(code: str, following: int | None) -> list[int]:
-    conditional = code.startswith("@") or re.search(r"\bBRA\S* !?U?P\d", code)
-    ends = re.search(r"\b(EXIT|RET|BRA)\b", code) and not conditional
-    jump = re.search(r"\b(?:BRA|CALL)\b.*?0x([0-9a-f]+)", code)
-    targets = [] if ends or following is None else [following]
-    return [*targets, int(jump[1], 16)] if jump else targets
-
-
-def _returns(start: int, successors: Mapping[int, list[int]]) -> bool:
-    """Whether a walk from ``start`` can come back to it."""
-    open_, seen = list(successors[start]), set[int]()
-    while open_:
-        address = open_.pop()
-        if address not in seen:
-            seen.add(address)
-            open_ += successors.get(address, [])
-    return start in seen
 
 
 def _number(text: str, pattern: str) -> int:
