@@ -6,6 +6,7 @@ Letters as in :mod:`mla_convert.geometry`; K is the number of gathered positions
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import torch
 
@@ -68,6 +69,7 @@ def check(args: DecodeArguments) -> DecodeArguments:
     Raises:
         UsageError: naming the argument, what was found and what it must be.
     """
+    _check_types(args)
     _check_query(args)
     _check_cache(args)
     _check_scale(args)
@@ -77,6 +79,17 @@ def check(args: DecodeArguments) -> DecodeArguments:
         if isinstance(value, torch.Tensor) and value.device != args.q_latent.device:
             _need(value.dim() == 0, f"{field.name} is on {value.device}, the query on {args.q_latent.device}")
     return args
+
+
+def _check_types(args: DecodeArguments) -> None:
+    for field in dataclasses.fields(args):
+        value = getattr(args, field.name)
+        if field.name == "scale" or (field.name == "latent_scale" and isinstance(value, int | float)):
+            usable = isinstance(value, int | float) and math.isfinite(value)
+            _need(usable, f"{field.name} must be a finite number, found {value!r}")
+        elif value is not None or field.default is dataclasses.MISSING:
+            dense = isinstance(value, torch.Tensor) and value.layout == torch.strided
+            _need(dense, f"{field.name} must be a dense tensor, found {type(value).__name__}")
 
 
 def _check_query(args: DecodeArguments) -> None:
@@ -89,6 +102,8 @@ def _check_query(args: DecodeArguments) -> None:
 def _check_cache(args: DecodeArguments) -> None:
     latent, rope, batch, width = args.latent, args.k_rope, args.q_latent.shape[0], args.q_latent.shape[-1]
     stored = width // CODED.get(latent.dtype, 1)
+    _need(width > 0, "q_latent has no latent columns (C = 0); a latent cache has at least one")
+    _need(width % CODED.get(latent.dtype, 1) == 0, f"int4 holds two numbers a byte: C must be even, found {width}")
     _need(latent.dim() == 3 and latent.shape[-1] == stored, f"latent must end in {stored}, found {_shape(latent)}")
     known = latent.dtype == args.q_latent.dtype or args.coded
     _need(known, f"latent must be in the query's {args.q_latent.dtype} or in a coded form, found {_shape(latent)}")
@@ -101,15 +116,19 @@ def _check_cache(args: DecodeArguments) -> None:
     else:
         table = args.block_table
         fits = table.dim() == 2 and table.shape[0] == batch and table.dtype in _INTEGERS
+        paged = latent.shape[0] > 0 and latent.shape[1] > 0
+        _need(paged, f"a paged cache has at least one page of at least one token, found {_shape(latent)}")
         _need(fits, f"block_table must be [{batch}, pages] in int32 or int64, found {_shape(table)}")
 
 
 def _check_scale(args: DecodeArguments) -> None:
     scale = args.latent_scale
     _need(args.coded == (scale is not None), f"latent is {args.latent.dtype}: latent_scale goes with codes, only")
-    if not isinstance(scale, torch.Tensor) or scale.dim() == 0:
+    if not isinstance(scale, torch.Tensor):
         return
     _need(scale.dtype in FLOATING, f"latent_scale must be floating point, found {_shape(scale)}")
+    if scale.dim() == 0:
+        return
     rows, width = args.latent.shape[:2], args.q_latent.shape[-1]
     per_token = scale.shape == rows
     per_group = scale.dim() == 3 and scale.shape[:2] == rows and scale.shape[2] and width % scale.shape[2] == 0

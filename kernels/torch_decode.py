@@ -129,7 +129,7 @@ def _gathered(args: DecodeArguments) -> Result:
     """Attention over chosen positions alone: work and memory follow K, not the history."""
     assert args.indices is not None
     batch, q_len, count = args.indices.shape
-    if count == 0:
+    if count == 0 or args.kv_len == 0:
         return _nothing(args.q_latent)
     step = max(1, GATHERED_TOKENS // count)
     tokens = torch.arange(batch * q_len, device=args.indices.device)

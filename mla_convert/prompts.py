@@ -88,7 +88,13 @@ def _tokenize(tokenizer: pathlib.Path, file: pathlib.Path) -> Tensor:
         text = file.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{file} cannot be read as text ({error}); give a text file in UTF-8") from error
-    ids: list[Any] = Tokenizer.from_file(str(tokenizer)).encode(text, add_special_tokens=False).ids
+    try:
+        reader = Tokenizer.from_file(str(tokenizer))
+    except Exception as error:  # the library raises nothing more precise
+        raise UsageError(
+            f"{tokenizer} cannot be read ({error}); take the file that belongs to the checkpoint"
+        ) from error
+    ids: list[Any] = reader.encode(text, add_special_tokens=False).ids
     if not ids:
         raise UsageError(f"{file} holds no text; give a file with some")
     return torch.tensor(ids, dtype=torch.int64)

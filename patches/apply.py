@@ -17,7 +17,7 @@ from mla_convert.absorption import FORMS, Form, Forms, choose_form
 from mla_convert.architectures import FAMILIES, Family
 from mla_convert.errors import PatchError, UnsupportedModelError, UsageError
 from mla_convert.kernels.dispatch import choose_backend, describe_backend, warm_up
-from mla_convert.patches.attention import begin_call, end_call, passed_through, registered_name
+from mla_convert.patches.attention import PREFIX, begin_call, end_call, passed_through, registered_name
 from mla_convert.patches.fused import FusedOutput, FusedQuery
 from mla_convert.patches.layer import ATTRIBUTE, AbsorbedLayer, Options, layer_of
 from mla_convert.patches.sidecar import Asked, Sidecar
@@ -153,9 +153,8 @@ def patch(
     """
     _check_versions()
     options = _options(model, backend, prefill_threshold, cache)
-    if hasattr(model, _STATE):
-        raise PatchError("this model is patched already: call mla_convert.unpatch(model) first")
     modules = attention_modules(model)
+    _check_unpatched(model, modules)
     family = _family_of(model, [m for _, m in modules], allow_unknown=allow_unknown)
     for name, module in modules:
         for part in ("kv_b_proj", query_name(module), "o_proj"):
@@ -217,6 +216,20 @@ def attention_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
             "trust_remote_code"
         )
     return found
+
+
+def _check_unpatched(model: Any, modules: Sequence[tuple[str, nn.Module]]) -> None:
+    if hasattr(model, _STATE):
+        raise PatchError("this model is patched already: call mla_convert.unpatch(model) first")
+    if any(layer_of(module) for _, module in modules):
+        raise PatchError(
+            "a part of this model, or a model that it is part of, is patched already: unpatch that one first"
+        )
+    if _text_config(modules[0][1])._attn_implementation.startswith(PREFIX):
+        raise PatchError(
+            "this model shares its config object with another model that is patched: build it from a copy, "
+            "copy.deepcopy(config), or unpatch the other model first"
+        )
 
 
 def _check_versions() -> None:

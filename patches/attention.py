@@ -33,6 +33,8 @@ _SDPA_MASKED = ("eager", "sdpa", "flex_attention")
 _ADDING = ("eager", "flex_attention")
 _KNOWN_ORIGINALS = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
 
+#: Begins the name of every attention implementation that patched models use.
+PREFIX = "mla_latent_over_"
 #: Keywords that models pass on and that do not change attention.
 HARMLESS = frozenset(
     "cache_position dropout input_ids inputs_embeds labels layer_idx logits_to_keep num_items_in_batch "
@@ -56,7 +58,7 @@ def registered_name(original: str) -> str:
 
     The name avoids "flash" and "sdpa": transformers draws conclusions from those.
     """
-    name = "mla_latent_over_" + original.replace("flash", "fl").replace("sdpa", "sd").replace("/", "_")
+    name = PREFIX + original.replace("flash", "fl").replace("sdpa", "sd").replace("/", "_")
     if name not in ALL_ATTENTION_FUNCTIONS.valid_keys():
         if original not in _SDPA_MASKED and original not in ALL_MASK_ATTENTION_FUNCTIONS.valid_keys():
             raise PatchError(
@@ -147,15 +149,20 @@ def _original_function(original: str, module: nn.Module) -> Callable[..., tuple[
     return sys.modules[type(module).__module__].eager_attention_forward  # type: ignore[no-any-return]
 
 
-def begin_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def begin_call(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Forward pre-hook: adopt the cache, follow changed weights, and decide how this call runs."""
     layer = layer_of(module)
     assert layer is not None
+    if not module.config._attn_implementation.startswith(PREFIX):
+        raise PatchError(
+            f"the attention implementation was changed to {module.config._attn_implementation!r} while the model is "
+            "patched: unpatch it, set the implementation, and patch it again"
+        )
     given = dict(zip(layer.positional, args, strict=False)) | kwargs
     hidden = given["hidden_states"]
     cache = given.get("cache", given.get("past_key_values"))
     if cache is not None and layer.options.cache == "latent" and not getattr(cache, "offloading", False):
-        adopt(cache, module.layer_idx)  # type: ignore[arg-type]
+        adopt(cache, module.layer_idx)
     possible = not wants_gradients(module, hidden) and not _needs_original(module, given)
     absorbed = possible and _cheaper_absorbed(module, layer, hidden.shape[-2], cache, given.get("attention_mask"))
     prefill = hidden.shape[-2] > 1

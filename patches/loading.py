@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from mla_convert.checkpoint import Checkpoint
 from mla_convert.destination import FOLDER
+from mla_convert.errors import CheckpointError
 from mla_convert.formats import SCALE_SUFFIX
 from mla_convert.patches.apply import patch
 
@@ -34,10 +38,11 @@ def load_original(
     """
     checkpoint = Checkpoint.open(source)
     if checkpoint.layout != "native" and checkpoint.quantization is None:
-        model = AutoModelForCausalLM.from_pretrained(os.fspath(source), dtype=dtype or "auto", **kwargs)
-        return _ready(model)
+        with _loading(source):
+            return _ready(AutoModelForCausalLM.from_pretrained(os.fspath(source), dtype=dtype or "auto", **kwargs))
     values = {k: v for k, v in checkpoint.config.items() if k != "quantization_config"}
-    config = CONFIG_MAPPING[values["model_type"]](**values)
+    with _loading(source):
+        config = CONFIG_MAPPING[values["model_type"]](**values)
     state = {
         name: checkpoint.weight(name, stored_dtype if checkpoint.quantized(name) else None)
         for name in checkpoint.names()
@@ -45,7 +50,29 @@ def load_original(
     }
     plain_dtype = dtype or getattr(torch, values.get("dtype", "float32"))
     kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    return _ready(kind.from_pretrained(None, config=config, state_dict=state, dtype=plain_dtype, **kwargs))
+    with _loading(source):
+        return _ready(kind.from_pretrained(None, config=config, state_dict=state, dtype=plain_dtype, **kwargs))
+
+
+@contextlib.contextmanager
+def _loading(source: str | os.PathLike[str]) -> Iterator[None]:
+    """Whatever transformers makes of a config or of weights that it cannot use, as one error of ours."""
+    try:
+        yield
+    except (
+        ArithmeticError,
+        AssertionError,
+        LookupError,
+        RuntimeError,
+        StrictDataclassError,
+        TypeError,
+        ValueError,
+    ) as error:
+        reason = " ".join(str(error).split())[:500]
+        raise CheckpointError(
+            f"transformers cannot build the model in {os.fspath(source)} from its config.json ({type(error).__name__}: "
+            f"{reason}); take the config that belongs to the checkpoint"
+        ) from error
 
 
 def _ready(model: Any) -> PreTrainedModel:

@@ -85,7 +85,8 @@ def _lengths(seen: torch.Tensor) -> torch.Tensor:
     q_len, kv_len = seen.shape[1:]
     after_last = (seen * torch.arange(1, kv_len + 1, device=seen.device)).amax(dim=-1)
     room = torch.arange(q_len - 1, -1, -1, device=seen.device)
-    return (after_last + room).amax(dim=-1)
+    # A token that sees nothing asks for no length.
+    return torch.where(after_last > 0, after_last + room, 0).amax(dim=-1)
 
 
 def additive(mask: torch.Tensor | None, query: torch.Tensor, kv_len: int) -> torch.Tensor | None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from mla_convert.absorption import Forms
 from mla_convert.belonging import Comparison, compare_factored, compare_fused_ov, compare_fused_qk
 from mla_convert.checkpoint import tensor_digest
-from mla_convert.errors import MismatchError, UsageError
+from mla_convert.errors import MismatchError, SidecarError, UsageError
 from mla_convert.formats import plain
 from mla_convert.manifest import SourceTensor, StoredLayer
 from mla_convert.patches.weights import Stored, module_geometry, query_name
@@ -66,7 +66,7 @@ class Sidecar:
 
     def _check(self, index: int, layer: StoredLayer, module: Any, tensors: dict[str, Tensor]) -> None:
         cast: list[SourceTensor] = []
-        for source in (self.store.manifest.source.tensors[name] for name in layer.sources):
+        for source in self._sources(index, layer):
             weight = getattr(module, source.name.split(".")[-2]).weight.detach()
             if source.quantized or plain(weight.dtype) != source.dtype:
                 cast.append(source)
@@ -76,11 +76,28 @@ class Sidecar:
                     f"layer {index}: {source.name} of the model is not what {self.label} was made from (same dtype, "
                     f"other bits; relative error {error:.1e}): use the weights made from this model, or convert again"
                 )
-        if not cast:
+        # Also where all hashes agree: what is stored may have been damaged since.
+        found = self._worst(layer, module, tensors, cast[0] if cast else None)
+        if found.fits:
             return
-        found = self._worst(layer, module, tensors, cast[0])
-        if not found.fits:
+        if cast:
             raise MismatchError(self._too_far(index, cast, found))
+        raise SidecarError(
+            f"layer {index}: the absorbed weights in {self.label} do not follow from the weights they were made from "
+            f"({found.where}, relative error {found.error:.1e}): the file is damaged, convert again"
+        )
+
+    def _sources(self, index: int, layer: StoredLayer) -> list[SourceTensor]:
+        """What the layer was made from; the manifest must name each of the weights that its forms need."""
+        parts = {"kv_b_proj"} | ({"o_proj"} if layer.vo == "fused" else set())
+        named = {name.split(".")[-2] for name in layer.sources if name.count(".") >= 2}
+        missing = [name for name in layer.sources if name not in self.store.manifest.source.tensors]
+        if missing or not parts <= named or (layer.qk == "fused" and not named & {"q_b_proj", "q_proj"}):
+            raise SidecarError(
+                f"layer {index}: the manifest in {self.label} does not say what the weights were made from "
+                f"({', '.join(missing) or 'source tensors are missing'}): it was edited, convert again"
+            )
+        return [self.store.manifest.source.tensors[name] for name in layer.sources]
 
     def _worst(
         self, layer: StoredLayer, module: Any, tensors: dict[str, Tensor], cast: SourceTensor | None

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import hypothesis
 import pytest
 import typer.testing
 
@@ -19,6 +21,11 @@ import variants  # noqa: E402  # only once the path is right
 import mla_convert  # noqa: E402
 from mla_convert.cli import app  # noqa: E402
 from mla_convert.console import LOGGER  # noqa: E402
+
+# The same examples in every run; HYPOTHESIS_PROFILE=search looks for new ones.
+hypothesis.settings.register_profile("same", derandomize=True, deadline=None)
+hypothesis.settings.register_profile("search", max_examples=1000, deadline=None)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
 
 @pytest.fixture(scope="session")

@@ -263,11 +263,39 @@ def test_flashmla_rows() -> None:
         ({"sinks": torch.zeros(4)}, r"sinks must be \[3\]"),
         ({"block_table": torch.zeros(3, 4, dtype=torch.int32)}, "block_table must be"),
         ({"backend": "cuda"}, "choose one of"),
+        ({"scale": None}, "scale must be a finite number"),
+        ({"scale": float("nan")}, "scale must be a finite number"),
+        ({"q_rope": None}, "q_rope must be a dense tensor, found NoneType"),
+        ({"kv_lens": [1, 2]}, "kv_lens must be a dense tensor, found list"),
+        ({"latent_scale": "a"}, "latent_scale must be a dense tensor, found str"),
+        ({"q_latent": torch.zeros(2, 1, 3, 0), "latent": torch.zeros(2, 72, 0)}, "C = 0"),
+        (
+            {
+                "q_latent": torch.zeros(2, 1, 3, 5),
+                "latent": torch.zeros(2, 72, 2, dtype=torch.uint8),
+                "latent_scale": 1.0,
+            },
+            "C must be even",
+        ),
+        (
+            {"latent": torch.zeros(0, 4, 64), "k_rope": torch.zeros(0, 4, 16), "block_table": torch.zeros(2, 3).int()},
+            "one page",
+        ),
     ],
 )
 def test_refuses(changes: dict[str, object], words: str) -> None:
     with pytest.raises(UsageError, match=words):
         run(build(Case()), **changes)
+
+
+def test_nothing_stored_and_nothing_chosen() -> None:
+    """Empty histories, also with indices, give zeros and −inf: never a crash."""
+    q_latent, q_rope = torch.randn(1, 2, 3, 16), torch.randn(1, 2, 3, 4)
+    for indices in (None, torch.full((1, 2, 4), -1), torch.zeros(1, 2, 0, dtype=torch.int64)):
+        out, lse = absorbed_decode(
+            q_latent, q_rope, torch.randn(1, 0, 16), torch.randn(1, 0, 4), scale=0.2, indices=indices
+        )
+        assert torch.equal(out, torch.zeros_like(q_latent)) and bool(torch.isneginf(lse).all())
 
 
 @st.composite

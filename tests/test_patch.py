@@ -510,6 +510,39 @@ def test_refuses_models() -> None:
         mla_convert.patch(model)
 
 
+def test_parts_and_owners_are_patched_once() -> None:
+    model = models.deepseek_v3()
+    before = snapshot(model)
+    for first, second in ((model, model.model), (model.model, model)):
+        handle = mla_convert.patch(first)
+        with pytest.raises(PatchError, match="patched already"):
+            mla_convert.patch(second)
+        handle.unpatch()
+        assert snapshot(model) == before
+
+
+@torch.inference_mode()
+def test_one_config_object_carries_one_patch() -> None:
+    model = models.deepseek_v3()
+    other = type(model)(model.config).eval()
+    with mla_convert.patched(model), pytest.raises(PatchError, match="shares its config"):
+        mla_convert.patch(other)
+    mla_convert.patch(other).unpatch()
+    assert model.config._attn_implementation == "sdpa"
+
+
+@torch.inference_mode()
+def test_attention_changed_under_the_patch_is_refused() -> None:
+    model, ids = models.deepseek_v3(), models.tokens(1, 4)
+    expected = model(ids).logits
+    handle = mla_convert.patch(model)
+    model.set_attn_implementation("eager")
+    with pytest.raises(PatchError, match="changed to 'eager'"):
+        model(ids)
+    handle.unpatch()
+    assert torch.equal(model(ids).logits, expected)
+
+
 def test_refuses_attention_without_a_mask_function() -> None:
     from transformers import AttentionInterface
 

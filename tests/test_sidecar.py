@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 import mla_convert
-from mla_convert.errors import MismatchError, SidecarError, UsageError
+from mla_convert.errors import CheckpointError, MismatchError, SidecarError, UsageError
 from mla_convert.patches.loading import load_original
 
 BOUND = 1e-4
@@ -131,6 +131,52 @@ def test_one_changed_bit_shows_through_an_exact_cast(example_path: pathlib.Path,
     flip_one_bit(model, "kv_b_proj")
     with pytest.raises(MismatchError, match="layer 2: "):
         mla_convert.patch(model.float(), out)
+
+
+@pytest.mark.parametrize("form", ["factored", "fused"])
+def test_damage_after_conversion_is_refused(form: str, example_path: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    """The model's own weights are what they were; a stored number is not."""
+    out = converted(example_path, tmp_path, form=form)
+    file = next(out.glob("*.safetensors"))
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 0x40
+    file.write_bytes(content)
+    model = AutoModelForCausalLM.from_pretrained(example_path, dtype=torch.bfloat16)
+    with pytest.raises(SidecarError, match="layer 3: .*damaged"):
+        mla_convert.patch(model, out)
+
+
+@pytest.mark.parametrize("change", ["drop", "empty"])
+def test_a_manifest_that_names_no_sources_is_refused(
+    change: str, example_path: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    out = converted(example_path, tmp_path)
+    manifest = json.loads((out / "mla_manifest.json").read_text())
+    if change == "drop":
+        manifest["source"]["tensors"].popitem()
+    else:
+        manifest["layers"][3]["sources"] = []
+    (out / "mla_manifest.json").write_text(json.dumps(manifest))
+    model = AutoModelForCausalLM.from_pretrained(example_path, dtype=torch.bfloat16)
+    with pytest.raises(SidecarError, match="made from|source"):
+        mla_convert.patch(model, out)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"hidden_act": "x"}, {"vocab_size": 10}, {"rms_norm_eps": "x"}, {"first_k_dense_replace": None}],
+    ids=str,
+)
+@pytest.mark.parametrize("path", ["example_path", "fp8_path"])
+def test_configs_that_transformers_cannot_use(
+    path: str, change: dict[str, Any], request: pytest.FixtureRequest, tmp_path: pathlib.Path
+) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(request.getfixturevalue(path), source)
+    config = json.loads((source / "config.json").read_text()) | change
+    (source / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="cannot build the model in .*take the config"):
+        load_original(source)
 
 
 def test_fp8_that_transformers_misreads_is_named(fp8_path: pathlib.Path, tmp_path: pathlib.Path) -> None:
