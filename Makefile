@@ -7,6 +7,7 @@
 #   make typecheck  mypy --strict
 #   make typed      the tree of links through which type checkers and editors see the package
 #   make bench      the benchmarks
+#   make kernel-report  every tile of the decode kernel compiled for every GPU: benchmarks/results/kernel_report.md
 #
 # PYTHON=python3.12 chooses the interpreter, VENV=dir the environment, ARGS="-k name -x" is handed to pytest.
 
@@ -18,7 +19,7 @@ BIN := $(VENV)/bin
 TESTS := tests $(addprefix --nbmake ,$(wildcard notebooks/*.ipynb))
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input -c constraints.txt
 
-.PHONY: demo test test-all lint typecheck typed bench
+.PHONY: demo test test-all lint typecheck typed bench kernel-report
 
 demo: $(VENV)/.runtime
 	$(BIN)/mla-convert demo
@@ -45,6 +46,9 @@ typed:
 
 bench: $(VENV)/.runtime
 	$(foreach script,$(wildcard benchmarks/*.py),$(BIN)/python $(script) &&) true
+
+kernel-report: $(VENV)/.dev
+	$(BIN)/python tools/kernel_report.py
 
 # A stamp is written last, so an interrupted installation is done again.
 $(BIN)/python:

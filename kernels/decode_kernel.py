@@ -179,6 +179,9 @@ def part_kernel(
     total = tl.zeros([BR], dtype=tl.float32)
     for start in range(first, last, BN):
         position, there = _positions(p_indices, start, last, limit, BN, HAS_INDICES)
+        counts = there
+        if HAS_MASK:
+            counts = there & (tl.load(p_mask + position.to(tl.int64) * mask_s2, mask=there, other=0) != 0)
         outer, inner = _places(p_table, b, start, position, there, BN, PAGE, HAS_INDICES)
         at = outer * latent_s0 + inner * latent_s1
         p_factors = latent_scale + outer * scale_s0 + inner * scale_s1
@@ -201,9 +204,7 @@ def part_kernel(
             r_there = there[:, None] & r_in[None, :]
             kr = tl.load(k_rope + rope_at[:, None] + r[None, :] * rope_s2, mask=r_there, other=0.0)  # [BN, BP]
             s = _scores(qr, kr.to(qr.dtype), s, TRANSPOSED, PRECISION)
-        if HAS_MASK:
-            there = there & (tl.load(p_mask + position.to(tl.int64) * mask_s2, mask=there, other=0) != 0)
-        seen = _along_tokens(there, TRANSPOSED)
+        seen = _along_tokens(counts, TRANSPOSED)
         if not PER_TOKEN:
             seen = seen & (_along_tokens(position, TRANSPOSED) < _along_rows(row_limit, TRANSPOSED))
         s = tl.where(seen, s * scale, _LOWEST)

@@ -56,17 +56,25 @@ _FLOAT32 = {
 _TABLE: dict[str, dict[str, tuple[tuple[int, Tile], ...]]] = {
     "sm_80": {
         **_FLOAT32,
-        "plain": ((16, Tile(16, 32, 4, 2, split_tokens=512)), (32, Tile(32, 64, 8, 2)), (_ANY, Tile(64, 32, 8, 2))),
-        "coded": ((16, Tile(16, 32, 4, 2, split_tokens=512, piece=128)), (_ANY, Tile(32, 32, 8, 2, piece=128))),
+        "plain": (
+            (16, Tile(16, 32, 4, 2, split_tokens=512)),
+            (32, Tile(32, 64, 8, 2)),
+            (_ANY, Tile(64, 32, 8, 2, piece=128)),
+        ),
+        "coded": ((16, Tile(16, 32, 8, 2, split_tokens=512, piece=128)), (_ANY, Tile(32, 32, 8, 2, piece=128))),
         "wide": ((_ANY, Tile(16, 32, 8, 2)),),
         "wide coded": ((_ANY, Tile(16, 32, 8, 2, piece=256)),),
     },
     "sm_86": {
         **_FLOAT32,
-        "plain": ((16, Tile(16, 32, 4, 2, split_tokens=512)), (32, Tile(32, 32, 8, 2)), (_ANY, Tile(64, 16, 8, 2))),
-        "coded": ((16, Tile(16, 32, 4, 2, split_tokens=512, piece=128)), (_ANY, Tile(32, 32, 8, 2, piece=128))),
+        "plain": (
+            (16, Tile(16, 32, 4, 2, split_tokens=512)),
+            (32, Tile(32, 32, 8, 2)),
+            (_ANY, Tile(64, 16, 8, 2, piece=128)),
+        ),
+        "coded": ((16, Tile(16, 32, 8, 2, split_tokens=512, piece=128)), (_ANY, Tile(32, 32, 8, 2, piece=128))),
         "wide": ((_ANY, Tile(16, 16, 8, 2)),),
-        "wide coded": ((_ANY, Tile(16, 16, 8, 2)),),
+        "wide coded": ((_ANY, Tile(16, 16, 8, 2, piece=256)),),
         "float32 wide": ((_ANY, Tile(4, 16, 8, 2, piece=128)),),
         "float32 wide coded": ((_ANY, Tile(2, 16, 8, 2, piece=64)),),
     },
@@ -78,7 +86,7 @@ _TABLE: dict[str, dict[str, tuple[tuple[int, Tile], ...]]] = {
             (_ANY, Tile(64, 32, 8, 2)),
         ),
         "coded": (
-            (16, Tile(16, 32, 4, 2, split_tokens=512, piece=128)),
+            (16, Tile(16, 32, 8, 2, split_tokens=512, piece=128)),
             (32, Tile(32, 32, 8, 2, piece=128)),
             (_ANY, Tile(64, 32, 8, 2)),
         ),
@@ -89,7 +97,7 @@ _TABLE: dict[str, dict[str, tuple[tuple[int, Tile], ...]]] = {
         **_FLOAT32,
         "plain": ((16, Tile(16, 32, 4, 2, split_tokens=512)), (32, Tile(32, 32, 8, 2)), (_ANY, Tile(64, 32, 8, 2))),
         "coded": (
-            (16, Tile(16, 32, 4, 2, split_tokens=512, piece=128)),
+            (16, Tile(16, 32, 8, 2, split_tokens=512, piece=128)),
             (32, Tile(32, 32, 8, 2, piece=128)),
             (_ANY, Tile(64, 32, 8, 2, piece=128)),
         ),
@@ -107,7 +115,7 @@ _TABLE: dict[str, dict[str, tuple[tuple[int, Tile], ...]]] = {
             (_ANY, Tile(32, 32, 4, 1, piece=128)),
         ),
         "wide": ((_ANY, Tile(16, 32, 4, 1, piece=128)),),
-        "wide coded": ((_ANY, Tile(16, 16, 4, 1, piece=128)),),
+        "wide coded": ((_ANY, Tile(16, 16, 4, 1)),),
         **dict.fromkeys(_FLOAT32, ((_ANY, Tile(16, 16, 4, 1, piece=128)),)),
     },
 }
