@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import aot
+import interpreter  # noqa: F401  # before the kernel: other tests of this process interpret it
 import torch
 
 from mla_convert.kernels.arguments import DecodeArguments
