@@ -98,11 +98,10 @@ _TABLE: dict[str, dict[str, tuple[tuple[int, Tile], ...]]] = {
         "plain": ((16, Tile(16, 32, 4, 2, split_tokens=512)), (32, Tile(32, 32, 8, 2)), (_ANY, Tile(64, 32, 8, 2))),
         "coded": (
             (16, Tile(16, 32, 8, 2, split_tokens=512, piece=128)),
-            (32, Tile(32, 32, 8, 2, piece=128)),
             (_ANY, Tile(64, 32, 8, 2, piece=128)),
         ),
         "wide": ((_ANY, Tile(16, 32, 8, 2)),),
-        "wide coded": ((_ANY, Tile(16, 16, 8, 2)),),
+        "wide coded": ((_ANY, Tile(16, 16, 8, 2, piece=256)),),
     },
     "gfx942": {
         "plain": (
@@ -146,7 +145,7 @@ def shared_bytes(arch: str, tile: Tile, latent: int, rope: int, *, query_bytes: 
 
     AMD keeps the query and, without stages, the history in registers: one piece at a time goes through shared memory.
     NVIDIA holds the query and the stages of the history, of which products from registers need one less, WGMMA all,
-    and tcgen05, which runs ahead, twice as many of the latent; decoded numbers, weights, barriers and scales beside.
+    and tcgen05, which runs ahead, twice as many; decoded numbers, weights, barriers and scales beside.
 
     Args:
         latent, rope: C and R.
@@ -162,8 +161,8 @@ def shared_bytes(arch: str, tile: Tile, latent: int, rope: int, *, query_bytes: 
     tensor_memory = arch == "sm_100" and rows >= 64
     group_matrix = arch == "sm_90" and (rows >= 64 or tile.transposed)
     stages = tile.stages if tensor_memory or group_matrix else tile.stages - 1
-    latents = 2 * stages if tensor_memory and not coded else stages
-    history = tokens * (wide * cache_bytes * latents + narrow * query_bytes * stages)
+    stages *= 2 if tensor_memory and not coded else 1
+    history = tokens * stages * (wide * cache_bytes + narrow * query_bytes)
     decoded = tokens * wide * query_bytes if coded else 0
     small = rows * tokens * query_bytes + tokens * 64 + 1024
     return rows * (wide + narrow) * query_bytes + history + decoded + small

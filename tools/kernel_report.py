@@ -37,7 +37,8 @@ of history. A problem is query dtype, C/R, format of the latent, variant of the 
 
 Bars, held by the tests: shared and tensor memory within limits, no spill in the loop and at most 16 bytes outside it,
 WGMMA (HGMMA) on sm_90 from 64 rows, tcgen05 (UTC…MMA) on sm_100 from 64 rows, 16-byte loads of the latent. With float32
-queries, which use no matrix instruction on NVIDIA, and with coded latents wider than 512 narrower loads are allowed.
+queries, which use no matrix instruction on NVIDIA, with coded latents wider than 512 and with latents below 256
+narrower loads are allowed.
 """
 COLUMNS = "problem|tile|registers|spills|in|shared|bound|%|tensor memory|instruction|16 B|programs|FLOP/B|missed"
 
