@@ -10,6 +10,7 @@ from typing import Any
 
 import hypothesis
 import pytest
+import torch
 import typer.testing
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -21,6 +22,7 @@ import variants  # noqa: E402  # only once the path is right
 import mla_convert  # noqa: E402
 from mla_convert.cli import app  # noqa: E402
 from mla_convert.console import LOGGER  # noqa: E402
+from mla_convert.patches.layer import AbsorbedLayer  # noqa: E402
 
 # The same examples in every run; HYPOTHESIS_PROFILE=search looks for new ones.
 hypothesis.settings.register_profile("same", derandomize=True, deadline=None)
@@ -53,3 +55,17 @@ def invoke() -> Iterator[Callable[..., Any]]:
     yield lambda *arguments: typer.testing.CliRunner().invoke(app, [str(argument) for argument in arguments])
     LOGGER.handlers[:] = handlers
     LOGGER.setLevel(level)
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Numbers of new tokens of each absorbed call, in order."""
+    seen: list[int] = []
+    attend = AbsorbedLayer.attend
+
+    def counting(self: AbsorbedLayer, query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        seen.append(query.shape[2])
+        return attend(self, query, *args, **kwargs)
+
+    monkeypatch.setattr(AbsorbedLayer, "attend", counting)
+    return seen
