@@ -9,15 +9,21 @@
 #   make bench      the benchmarks
 #   make kernel-report  every tile of the decode kernel compiled for every GPU: benchmarks/results/kernel_report.md
 #
-# PYTHON=python3.12 chooses the interpreter, VENV=dir the environment, ARGS="-k name -x" is handed to pytest.
+# PYTHON=python3.12 chooses the interpreter, VENV=dir the environment, ARGS="-k name -x" is handed to pytest, and JOBS=1
+# runs the tests in one process (else one for each core, four at most).
 
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
+JOBS ?= logical
 
 BIN := $(VENV)/bin
 TESTS := tests $(addprefix --nbmake ,$(wildcard notebooks/*.ipynb))
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input -c constraints.txt
+
+# Tests share the cores by processes of one thread each: barriers between threads would cost more than they give.
+test test-all: export OMP_NUM_THREADS = 1
+test test-all: export PYTEST_ADDOPTS += --numprocesses=$(JOBS) --maxprocesses=4 --dist=worksteal
 
 .PHONY: demo test test-all lint typecheck typed bench kernel-report
 

@@ -53,7 +53,10 @@ def test_nothing_else_is(
     assert record(tool, monkeypatch, tmp_path, code, arguments) is None
 
 
-def test_the_closing_line_is_pytests(tool: ModuleType, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_closing_line_is_pytests(
+    tool: ModuleType, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)  # one process is enough for two tests
     (tmp_path / "test_two.py").write_text("def test_a(): pass\ndef test_b(): pass\n", "utf-8")
     code, closing = tool.run_pytest(
         [str(tmp_path / "test_two.py"), "--rootdir", str(tmp_path), "-p", "no:cacheprovider"]
