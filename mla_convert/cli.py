@@ -14,7 +14,7 @@ import typer.core
 from mla_convert import console, version
 
 if TYPE_CHECKING:
-    from mla_convert.conversion import ConversionReport
+    from mla_convert.conversion_report import ConversionReport
     from mla_convert.demo import DemoReport
     from mla_convert.judgement import VerificationReport
     from mla_convert.report import BenchmarkReport

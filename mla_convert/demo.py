@@ -19,7 +19,8 @@ import torch
 from transformers import AutoTokenizer, PreTrainedModel
 
 from mla_convert.benchmark import bench
-from mla_convert.conversion import ConversionReport, convert
+from mla_convert.conversion import convert
+from mla_convert.conversion_report import ConversionReport
 from mla_convert.errors import UsageError
 from mla_convert.judgement import VerificationReport
 from mla_convert.patches.apply import patched

@@ -15,7 +15,7 @@ from snapshots import snapshot
 from variants import attention_weights, config_v3, write_checkpoint
 
 import mla_convert
-from mla_convert import architectures, conversion
+from mla_convert import architectures, products
 from mla_convert.absorption import fuse_ov, fuse_qk, split_kv_b
 from mla_convert.checkpoint import Checkpoint
 from mla_convert.conversion import convert
@@ -346,7 +346,7 @@ def test_one_layer_at_a_time_is_in_memory(tmp_path: pathlib.Path, monkeypatch: p
 
     path = small(tmp_path / "source", layers=3, num_hidden_layers=3)
     alive: list[weakref.ref[torch.Tensor]] = []
-    original = conversion._operand
+    original = products._operand
 
     def noted(checkpoint: Checkpoint, name: str, device: torch.device) -> torch.Tensor:
         if name.endswith("kv_b_proj.weight"):
@@ -356,6 +356,6 @@ def test_one_layer_at_a_time_is_in_memory(tmp_path: pathlib.Path, monkeypatch: p
         alive.append(weakref.ref(tensor))
         return tensor
 
-    monkeypatch.setattr(conversion, "_operand", noted)
+    monkeypatch.setattr(products, "_operand", noted)
     convert(path, tmp_path / "out", form="fused")
     assert len(alive) == 9

@@ -1,0 +1,121 @@
+"""What a conversion says of itself when it is done, or of what it would do."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+import torch
+
+from mla_convert.absorption import Form, SideReads, reads
+from mla_convert.checkpoint import Checkpoint
+from mla_convert.destination import CARD
+from mla_convert.formats import plain
+from mla_convert.manifest import StoredLayer, StoredTensor
+from mla_convert.recipe import PlannedLayer
+
+
+@dataclasses.dataclass(frozen=True)
+class SideReport:
+    """One side in all layers: its form (``mixed`` where layers differ), and what a decode step reads in either form.
+
+    The figures are numbers, summed over the layers, from the weights of that side alone.
+    """
+
+    form: Literal["factored", "fused", "mixed"]
+    factored: int
+    fused: int
+
+
+@dataclasses.dataclass(frozen=True)
+class ConversionReport:
+    """What a conversion did, or would do when ``dry_run``.
+
+    ``out`` is the folder that the files are in. ``bytes_in`` counts the source tensors as stored, ``bytes_out`` the
+    data of the stored ones. ``largest_error`` is the largest rounding error of any tensor, relative to its largest
+    magnitude, and ``largest_error_tensor`` that tensor's name; 0 and None where every tensor is an exact slice, and
+    None and None for a dry run.
+    """
+
+    source: str
+    out: str
+    layers: int
+    dtype: str
+    qk: SideReport
+    vo: SideReport
+    bytes_in: int
+    bytes_out: int
+    seconds: float
+    largest_error: float | None
+    largest_error_tensor: str | None
+    files: tuple[str, ...]
+    notes: tuple[str, ...]
+    dry_run: bool = False
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return dataclasses.asdict(self)
+
+
+def make_report(
+    checkpoint: Checkpoint,
+    planned: Sequence[PlannedLayer],
+    folder: pathlib.Path,
+    stored: Sequence[StoredLayer] | None,
+    files: tuple[str, ...],
+    seconds: float,
+) -> ConversionReport:
+    """The report of a conversion of ``planned`` into ``folder``; ``stored`` is None for a dry run."""
+    tensors = [tensor for layer in planned for tensor in layer.tensors.values()]
+    done = [tensor for layer in stored or () for tensor in layer.tensors.values()]
+    worst = max(done, key=lambda tensor: tensor.largest_error, default=None)
+    return ConversionReport(
+        source=str(checkpoint.path),
+        out=str(folder),
+        layers=len(planned),
+        dtype=dtype_of(tensors),
+        qk=_side([layer.forms.qk for layer in planned], [reads(layer.spec.geometry).qk for layer in planned]),
+        vo=_side([layer.forms.vo for layer in planned], [reads(layer.spec.geometry).vo for layer in planned]),
+        bytes_in=sum(_stored_bytes(checkpoint, name) for layer in planned for name in layer.sources),
+        bytes_out=sum(tensor.nbytes for tensor in tensors),
+        seconds=seconds,
+        largest_error=worst.largest_error if worst else None,
+        largest_error_tensor=worst.name if worst and worst.largest_error else None,
+        files=files,
+        notes=tuple(_notes(checkpoint, folder, stored, files)),
+        dry_run=stored is None,
+    )
+
+
+def _notes(
+    checkpoint: Checkpoint, folder: pathlib.Path, stored: Sequence[StoredLayer] | None, files: tuple[str, ...]
+) -> Iterable[str]:
+    if checkpoint.extra_layers:
+        numbers = ", ".join(str(spec.index) for spec in checkpoint.extra_layers)
+        yield f"layer {numbers}, for multi-token prediction, is absorbed too"
+    if checkpoint.quantization is not None:
+        yield "FP8 blocks of the source were dequantized in float32 and the result rounded once"
+    if stored is not None and CARD not in files:
+        yield f"{folder} already has a {CARD}; it was left as it is, and no model card was written"
+
+
+def _side(forms: Sequence[Form], figures: Sequence[SideReads]) -> SideReport:
+    return SideReport(
+        form=forms[0] if len(set(forms)) == 1 else "mixed",
+        factored=sum(figure.factored for figure in figures),
+        fused=sum(figure.fused for figure in figures),
+    )
+
+
+def _stored_bytes(checkpoint: Checkpoint, name: str) -> int:
+    names = [name] + [scale for scale in [checkpoint.scale_name(name)] if scale is not None]
+    infos = [checkpoint.info(each) for each in names]
+    return sum(torch.Size(info.shape).numel() * info.dtype.itemsize for info in infos)
+
+
+def dtype_of(tensors: Iterable[StoredTensor]) -> str:
+    """The dtype of all ``tensors``, or ``mixed``."""
+    names = sorted({plain(tensor.dtype) for tensor in tensors})
+    return names[0] if len(names) == 1 else "mixed"

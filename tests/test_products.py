@@ -1,0 +1,64 @@
+"""Blocks: they cover every stored row once, and joined they are the products of the whole tensors."""
+
+from __future__ import annotations
+
+import pathlib
+
+import pytest
+import torch
+from variants import attention_weights, config_v3, write_checkpoint
+
+from mla_convert.absorption import Rounding, fuse_ov, fuse_qk, slice_rows, split_kv_b
+from mla_convert.checkpoint import Checkpoint
+from mla_convert.products import block_ranges, make_block, make_whole, read_operands
+from mla_convert.recipe import PlannedLayer, plan_layers
+
+KEYS = {"factored": ("k_b", "v_b"), "fused": ("qk", "ov")}
+
+
+def planned(
+    folder: pathlib.Path, form: str, dtype: torch.dtype = torch.bfloat16, **config: object
+) -> tuple[Checkpoint, PlannedLayer]:
+    full = config_v3(dtype="bfloat16", hidden_size=200, num_attention_heads=5, **config)
+    checkpoint = Checkpoint.open(write_checkpoint(folder, full, attention_weights(full, dtype=dtype)))
+    return checkpoint, plan_layers(checkpoint, {"qk": form, "vo": form}, None)[0]
+
+
+@pytest.mark.parametrize("block_bytes", [1, 400, 3000, 1 << 25])
+@pytest.mark.parametrize("key", ["k_b", "v_b", "qk", "ov"])
+def test_blocks_cover_the_rows_in_order(tmp_path: pathlib.Path, key: str, block_bytes: int) -> None:
+    form = "factored" if key in KEYS["factored"] else "fused"
+    _, layer = planned(tmp_path, form)
+    tensor = layer.tensors[key]
+    row = tensor.nbytes // tensor.shape[0]
+    ranges = block_ranges(key, layer.spec.geometry, row, block_bytes)
+    assert [row for start, stop in ranges for row in range(start, stop)] == list(range(tensor.shape[0]))
+    per_unit = {"k_b": 8, "v_b": 6, "qk": 16, "ov": 1}[key]
+    assert all((stop - start) * row <= max(block_bytes, per_unit * row) for start, stop in ranges)
+    assert all(start % per_unit == 0 for start, _ in ranges)
+
+
+@pytest.mark.parametrize("q_lora_rank", [20, None])
+@pytest.mark.parametrize("form", KEYS)
+def test_blocks_joined_are_the_whole(tmp_path: pathlib.Path, form: str, q_lora_rank: int | None) -> None:
+    checkpoint, layer = planned(tmp_path, form, q_lora_rank=q_lora_rank)
+    g = layer.spec.geometry
+    operands, described = read_operands(checkpoint, layer, torch.device("cpu"))
+    assert tuple(described) == layer.sources
+    w_uk, w_uv = split_kv_b(checkpoint.weight(layer.spec.kv_b), g)
+    for key, tensor in layer.tensors.items():
+        row = tensor.nbytes // tensor.shape[0]
+        whole, parts = Rounding(), Rounding()
+        blocks = [make_block(operands, g, key, rows, tensor.dtype, parts) for rows in block_ranges(key, g, row, 500)]
+        assert len(blocks) > 1
+        if key == "qk":
+            expected = fuse_qk(w_uk, checkpoint.weight(layer.spec.query), g, tensor.dtype, whole)
+        elif key == "ov":
+            expected = fuse_ov(w_uv, checkpoint.weight(layer.spec.o), g, tensor.dtype, whole)
+        else:
+            expected = slice_rows(w_uk if key == "k_b" else w_uv, tensor.dtype, whole)
+        assert torch.equal(make_whole(operands, g, key, tensor.dtype), expected)
+        # One term more or less in a processor's registers may change the last bit of a float32 sum of six, which
+        # the rounding to bfloat16 then shows at most as one unit in its last place.
+        torch.testing.assert_close(torch.cat(blocks), expected, rtol=2**-7, atol=1e-5)
+        assert parts.largest == pytest.approx(whole.largest, rel=1e-2)
