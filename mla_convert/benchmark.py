@@ -19,7 +19,6 @@ from __future__ import annotations
 import copy
 import inspect
 import os
-import pathlib
 from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Any
@@ -27,7 +26,6 @@ from typing import Any
 import torch
 from transformers import Cache, DynamicCache, PreTrainedModel
 
-from mla_convert.destination import FOLDER
 from mla_convert.errors import UsageError
 from mla_convert.formats import plain
 from mla_convert.machine import describe_machine, synchronize
@@ -38,6 +36,7 @@ from mla_convert.patches.weights import module_geometry
 from mla_convert.quiet import no_loading_bars
 from mla_convert.recipe import parse_device, parse_dtype
 from mla_convert.report import BenchmarkReport, ContextTiming, Spread
+from mla_convert.storage import own_sidecar
 
 DEFAULT_CONTEXTS = (64, 1024, 4096)
 #: Below this, quartiles are the repetitions themselves.
@@ -85,7 +84,7 @@ def bench(
         model, name = model_or_source, type(model_or_source).__name__
     elif isinstance(model_or_source, str | os.PathLike):
         if absorbed is None and {form, qk or "auto", vo or "auto"} == {"auto"}:
-            absorbed = _own_sidecar(model_or_source)
+            absorbed = own_sidecar(model_or_source)
         model, name = _load(model_or_source, dtype, device), os.fspath(model_or_source)
     else:
         raise UsageError(
@@ -211,10 +210,6 @@ def _load(source: str | os.PathLike[str], dtype: Any, device: Any) -> PreTrained
     with no_loading_bars():
         model = load_original(source, dtype=None if dtype is None else parse_dtype(dtype))
     return model if where.type == "cpu" else model.to(where)  # type: ignore[arg-type]
-
-
-def _own_sidecar(source: str | os.PathLike[str]) -> str | os.PathLike[str] | None:
-    return source if (pathlib.Path(source) / FOLDER).is_dir() else None
 
 
 def _check_counts(repetitions: int, batch: int) -> None:

@@ -26,6 +26,7 @@ from mla_convert.formats import (
     refuse_overflow,
 )
 from mla_convert.integrity import check_layers, check_scales
+from mla_convert.paths import path_of, reading
 from mla_convert.shards import read_piece
 
 
@@ -66,9 +67,13 @@ class Checkpoint:
         Raises UnsupportedModelError for a model that is not one of the supported families, FormatError for weights
         stored in a form that cannot be read, and CheckpointError for anything missing, damaged or contradictory.
         """
-        return cls(pathlib.Path(path))
+        return cls(path_of(path, "SOURCE"))
 
     def __init__(self, path: pathlib.Path) -> None:
+        with reading(path, CheckpointError, "check its rights, or fetch it again"):
+            self._open(path)
+
+    def _open(self, path: pathlib.Path) -> None:
         open_folder(path)
         self.path = path
         self.raw_config = read_config(path)

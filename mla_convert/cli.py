@@ -12,6 +12,7 @@ import typer
 import typer.core
 
 from mla_convert import console, version
+from mla_convert.units import format_bytes
 
 if TYPE_CHECKING:
     from mla_convert.conversion_report import ConversionReport
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
 
 class _Program(typer.core.TyperGroup):
     """The group of commands, with every command run inside the error boundary."""
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        console.print_anything()
+        return super().main(*args, **kwargs)
 
     def invoke(self, ctx: Any) -> Any:
         with console.error_boundary():
@@ -129,8 +134,8 @@ def _show_conversion(output: console.Output, report: ConversionReport) -> None:
     output.table("Numbers read per decode step", ["", "stored as", "if factored", "if fused"], rows)
     facts = {
         "layers": f"{report.layers}",
-        "read": console.format_bytes(report.bytes_in),
-        "to be written" if report.dry_run else "written": f"{console.format_bytes(report.bytes_out)} in {report.dtype}",
+        "read": format_bytes(report.bytes_in),
+        "to be written" if report.dry_run else "written": f"{format_bytes(report.bytes_out)} in {report.dtype}",
         "time": f"{report.seconds:.2f} s",
     }
     if report.largest_error is not None:

@@ -8,16 +8,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
+import io
 import json
 import logging
 import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mla_convert.errors import MLAConvertError, UsageError
+from mla_convert.paths import new_file
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -67,6 +68,13 @@ def set_up_logging(verbosity: Verbosity) -> None:
     LOGGER.setLevel(verbosity)
 
 
+def print_anything() -> None:
+    """Let standard output and error write what their encoding lacks as ``\\xe4``, rather than fail at a file's name."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
 @contextlib.contextmanager
 def error_boundary() -> Iterator[None]:
     """The one place where an error becomes a line on standard error and an exit code.
@@ -93,8 +101,9 @@ def error_boundary() -> Iterator[None]:
 def _fail(message: str, code: int) -> None:
     from rich.text import Text
 
-    # Not wrapped: one error stays one line in a log.
-    make_console(stderr=True).print(Text.assemble(("error: ", "bold red"), message), soft_wrap=True)
+    # Not wrapped, and line breaks in names shown as \\n: one error stays one line in a log.
+    line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in message)
+    make_console(stderr=True).print(Text.assemble(("error: ", "bold red"), line), soft_wrap=True)
     raise SystemExit(code)
 
 
@@ -119,11 +128,7 @@ class Output:
         """Raise UsageError, before any long work, for a JSON file that could not be written."""
         if self.json_target in (None, STANDARD_OUTPUT):
             return
-        path = Path(str(self.json_target))
-        if path.exists():
-            raise UsageError(f"--json {path}: it exists already and nothing is overwritten; give another name, or -")
-        if not path.parent.is_dir():
-            raise UsageError(f"--json {path}: there is no folder {path.parent}; make it first, or give another name")
+        new_file(self.json_target, "--json")
 
     @property
     def console(self) -> Console:
@@ -200,14 +205,3 @@ def plain(value: Any) -> Any:
     if value is None or isinstance(value, str | int):
         return value
     return str(value)
-
-
-def format_bytes(count: int) -> str:
-    """A byte count in decimal units with three significant digits: ``1.23 GB``."""
-    units = ("bytes", "kB", "MB", "GB", "TB", "PB")
-    size = float(count)
-    for unit in units:
-        if size < 999.5 or unit == units[-1]:
-            break
-        size /= 1000
-    return f"{count} bytes" if unit == "bytes" else f"{size:.3g} {unit}"

@@ -18,6 +18,7 @@ from mla_convert.conversion_report import ConversionReport, dtype_of, make_repor
 from mla_convert.destination import check_space, destination
 from mla_convert.manifest import Manifest, Source, SourceTensor, StoredLayer
 from mla_convert.model_card import model_card
+from mla_convert.paths import path_of
 from mla_convert.products import make_whole, read_operands
 from mla_convert.recipe import (
     PlannedLayer,
@@ -80,7 +81,7 @@ def convert(
     stored_dtype, where = parse_dtype(dtype), parse_device(device)
     checkpoint = source if isinstance(source, Checkpoint) else Checkpoint.open(source)
     planned = plan_layers(checkpoint, wanted, stored_dtype)
-    folder = destination(checkpoint.path, pathlib.Path(out))
+    folder = destination(checkpoint.path, path_of(out, "OUT"), dry_run=dry_run)
     needed = sum(tensor.nbytes for layer in planned for tensor in layer.tensors.values())
     check_space(folder, needed + _SPARE_BYTES)
     stored: Sequence[StoredLayer] | None = None

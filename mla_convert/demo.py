@@ -25,6 +25,7 @@ from mla_convert.errors import UsageError
 from mla_convert.judgement import VerificationReport
 from mla_convert.patches.apply import patched
 from mla_convert.patches.loading import load_original
+from mla_convert.paths import path_of
 from mla_convert.quiet import no_loading_bars
 from mla_convert.report import BenchmarkReport
 from mla_convert.verification import verify
@@ -194,11 +195,13 @@ def _one_thread() -> Iterator[None]:
 def _new_folder(out: str | os.PathLike[str] | None) -> pathlib.Path:
     """Make the folder that was asked for, or the first of ``mla-demo``, ``mla-demo-2``, … that is not there."""
     if out is not None:
-        folder = pathlib.Path(out)
+        folder = path_of(out, "--out")
         try:
             folder.mkdir()
         except FileExistsError as error:
             raise UsageError(f"{out} is there already and nothing is overwritten: give a new folder") from error
+        except OSError as error:
+            raise UsageError(f"{out} cannot be made ({error.strerror}): give a folder that can") from error
         return folder
     for number in itertools.count(1):
         with contextlib.suppress(FileExistsError):

@@ -15,6 +15,8 @@ import sys
 from collections.abc import Iterable, Iterator
 
 from mla_convert.errors import SidecarError, UsageError
+from mla_convert.paths import resolved
+from mla_convert.units import format_bytes
 
 FOLDER = "mla_absorbed"
 MANIFEST = "mla_manifest.json"
@@ -29,14 +31,14 @@ PART = ".part"
 _OURS = ("mla_absorbed-*.safetensors", INDEX, MANIFEST)
 
 
-def destination(source: pathlib.Path, out: pathlib.Path) -> pathlib.Path:
-    """The folder that absorbed weights of ``source`` go into when ``out`` is asked for; nothing is made or changed.
+def destination(source: pathlib.Path, out: pathlib.Path, *, dry_run: bool = False) -> pathlib.Path:
+    """The folder that absorbed weights of ``source`` go into when ``out`` is asked for; nothing is made there.
 
     ``out`` itself, or its subfolder ``mla_absorbed`` when it is the source. UsageError where it cannot take them: it is
     a file or below one, holds another model, absorbed weights, or files under their names, or may not be written to.
     """
     with disk_errors(out):
-        folder = out.resolve()
+        folder = resolved(out, "OUT")
         if folder == source.resolve():
             folder = folder / FOLDER
         elif folder.is_dir() and (model := _model_file(folder)):
@@ -46,6 +48,8 @@ def destination(source: pathlib.Path, out: pathlib.Path) -> pathlib.Path:
             )
         _check_can_write(folder)
         if folder.is_dir():
+            if not dry_run:
+                tidy(folder)
             check_free_names(folder)
         return folder
 
@@ -55,8 +59,8 @@ def check_space(folder: pathlib.Path, needed: int) -> None:
     free = shutil.disk_usage(_existing(folder)).free
     if free < needed:
         raise UsageError(
-            f"{folder} needs {needed / 1e9:.2f} GB and its disk has {free / 1e9:.2f} GB free; free some, or choose an "
-            "OUT on another disk"
+            f"{folder} needs {format_bytes(needed)} and its disk has {format_bytes(free)} free; free some, or choose "
+            "an OUT on another disk"
         )
 
 
@@ -75,6 +79,18 @@ def remove_remains(folder: pathlib.Path) -> None:
             if not (temporary / (name + PART)).exists() and _stamp(final) == (size, changed):
                 final.unlink()
     remove_temporary(temporary)
+
+
+def tidy(folder: pathlib.Path) -> None:
+    """Remove the temporary folder that a run left beside complete weights when it was killed after its last rename.
+
+    Where that can't be done (a disk that may not be written to, another conversion at work) it stays: it harms nothing.
+    """
+    temporary = folder / INCOMPLETE
+    if not (temporary.is_dir() and (folder / MANIFEST).is_file()):
+        return
+    with contextlib.suppress(OSError, UsageError), locked(folder):
+        remove_temporary(temporary)
 
 
 def remove_temporary(temporary: pathlib.Path) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from mla_convert.errors import UsageError
+from mla_convert.paths import path_of
 
 TOKENIZER = "tokenizer.json"
 HELD_OUT = "held_out.txt"
@@ -75,7 +76,7 @@ def read_prompts(
 
 def _text_file(folder: pathlib.Path, prompts: str | os.PathLike[str] | None) -> pathlib.Path:
     if prompts is not None:
-        return pathlib.Path(prompts)
+        return path_of(prompts, "prompts")
     own = folder / HELD_OUT
     return own if own.is_file() else pathlib.Path(__file__).parent / "example" / HELD_OUT
 

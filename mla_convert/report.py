@@ -13,6 +13,7 @@ from typing import Any
 from mla_convert.errors import UsageError
 from mla_convert.machine import Machine
 from mla_convert.patches.apply import PatchDescription
+from mla_convert.paths import new_file
 
 #: Quartiles further apart than this share of the median are called out: the machine had other work.
 CALM = 0.25
@@ -134,15 +135,11 @@ def _cell(figure: Spread, unit: float) -> str:
 
 def check_plot(target: str | os.PathLike[str]) -> pathlib.Path:
     """Where a plot will go; UsageError, before any long work, where it could not be written."""
-    path = pathlib.Path(target)
+    path = new_file(target, "plot")
     if importlib.util.find_spec("matplotlib") is None:
         raise UsageError('a plot needs matplotlib, which is not installed: pip install "mla-convert[plot]"')
     if path.suffix not in PLOTS:
         raise UsageError(f"plot {path}: the name's ending decides the format; supported are {', '.join(PLOTS)}")
-    if path.exists():
-        raise UsageError(f"plot {path}: it exists already and nothing is overwritten; give another name")
-    if not path.parent.is_dir():
-        raise UsageError(f"plot {path}: there is no folder {path.parent}; make it first, or give another name")
     return path
 
 

@@ -11,12 +11,13 @@ from typing import Any
 from torch import Tensor
 
 from mla_convert.checkpoint import Checkpoint
-from mla_convert.destination import FOLDER, INCOMPLETE, INDEX, MANIFEST
+from mla_convert.destination import FOLDER, INCOMPLETE, INDEX, MANIFEST, tidy
 from mla_convert.errors import CheckpointError, MismatchError, SidecarError
 from mla_convert.formats import count_nonfinite, plain
 from mla_convert.geometry import MLAGeometry
 from mla_convert.manifest import Manifest, SourceTensor, StoredLayer
 from mla_convert.manifest_reading import read_manifest
+from mla_convert.paths import path_of, reading
 from mla_convert.shards import Piece, parse_json, read_header, read_piece
 
 _AGAIN = "convert the source again into a new folder"
@@ -41,10 +42,15 @@ class AbsorbedCheckpoint:
         SidecarError where there are none, where a run did not end, where the format is newer than this version's, or
         where files and manifest do not agree.
         """
-        return cls(pathlib.Path(folder))
+        return cls(path_of(folder, "the folder of absorbed weights"))
 
     def __init__(self, folder: pathlib.Path) -> None:
+        with reading(folder, SidecarError, f"check its rights, or {_AGAIN}"):
+            self._open(folder)
+
+    def _open(self, folder: pathlib.Path) -> None:
         self.path = _find(folder)
+        tidy(self.path)
         file = self.path / MANIFEST
         self.manifest = read_manifest(_read(file), where=str(file))
         self.layers = {layer.index: layer for layer in self.manifest.layers}
@@ -147,6 +153,12 @@ class AbsorbedCheckpoint:
                     f"{name} in {piece.file} is {plain(piece.dtype)} {list(piece.shape)}; {MANIFEST} says "
                     f"{plain(tensor.dtype)} {list(tensor.shape)}: the files are of different runs, {_AGAIN}"
                 )
+
+
+def own_sidecar(source: str | os.PathLike[str]) -> str | None:
+    """``source`` itself where its subfolder ``mla_absorbed`` is there, to be opened with it; else None."""
+    with reading(path_of(source, "SOURCE"), CheckpointError, "check its rights"):
+        return os.fspath(source) if (path_of(source, "SOURCE") / FOLDER).is_dir() else None
 
 
 def describe_source(checkpoint: Checkpoint, name: str) -> SourceTensor:

@@ -20,7 +20,7 @@ from mla_convert.manifest import Manifest
 from mla_convert.patches.apply import attention_modules
 from mla_convert.patches.loading import load_original
 from mla_convert.quiet import no_loading_bars
-from mla_convert.storage import AbsorbedCheckpoint
+from mla_convert.storage import AbsorbedCheckpoint, own_sidecar
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -40,8 +40,10 @@ class Subject:
         self.folder: str | None = None
         if isinstance(given, PreTrainedModel):
             self._take_model(given, dtype)
-        else:
+        elif isinstance(given, str | os.PathLike):
             self._open(given, dtype)
+        else:
+            raise UsageError(f"verify takes a transformers model or a checkpoint folder, found {type(given).__name__}")
         if self.absorbed is not None and self.manifest is None:
             self.manifest = AbsorbedCheckpoint.open(self.absorbed).manifest
 
@@ -59,8 +61,8 @@ class Subject:
         checkpoint = Checkpoint.open(source)
         own = checkpoint.config.get("dtype", "float32")
         self.dtype = torch.float32 if dtype is None else parse_dtype(own if dtype == "source" else dtype)
-        if self.absorbed is None and (pathlib.Path(source) / FOLDER).is_dir():
-            self.absorbed = os.fspath(source)
+        if self.absorbed is None:
+            self.absorbed = own_sidecar(source)
         if self.absorbed is not None:
             store = AbsorbedCheckpoint.open(self.absorbed)
             store.check_source(checkpoint)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pathlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,10 +12,10 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from mla_convert.checkpoint import Checkpoint
-from mla_convert.destination import FOLDER
 from mla_convert.errors import CheckpointError
 from mla_convert.formats import SCALE_SUFFIX
 from mla_convert.patches.apply import patch
+from mla_convert.storage import own_sidecar
 
 
 def load_original(
@@ -99,8 +98,8 @@ def load(
         patching: keyword arguments of ``patch``.
         kwargs: handed to ``from_pretrained`` (``device_map``, ``attn_implementation``, …).
     """
-    if absorbed is None and (pathlib.Path(folder) / FOLDER).is_dir():
-        absorbed = folder
+    if absorbed is None:
+        absorbed = own_sidecar(folder)
     model = load_original(folder, dtype=dtype, **kwargs)
     patch(model, absorbed, **(patching or {}))
     return model

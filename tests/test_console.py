@@ -15,12 +15,14 @@ import torch
 from mla_convert import console
 from mla_convert.console import Output, Verbosity
 from mla_convert.errors import CheckpointError, UsageError
+from mla_convert.units import format_bytes
 
 
 @pytest.mark.parametrize(
     ("error", "code", "words"),
     [
         (CheckpointError("[bold] shard 2 is missing"), 2, "error: [bold] shard 2 is missing\n"),
+        (CheckpointError("no folder a\nb\x1b[2J"), 2, "error: no folder a\\nb\\x1b[2J\n"),
         (PermissionError(errno.EACCES, "Permission denied", "/locked"), 2, "error: /locked: Permission denied\n"),
         (OSError(errno.ENOSPC, "No space left on device"), 2, "error: No space left on device\n"),
         (KeyboardInterrupt(), 130, "error: interrupted\n"),
@@ -144,4 +146,4 @@ def test_plain_values() -> None:
     ],
 )
 def test_bytes_are_given_in_decimal_units(count: int, text: str) -> None:
-    assert console.format_bytes(count) == text
+    assert format_bytes(count) == text

@@ -12,7 +12,7 @@ from snapshots import snapshot
 from mla_convert import destination
 from mla_convert.checkpoint import Checkpoint
 from mla_convert.conversion import convert
-from mla_convert.errors import UsageError
+from mla_convert.errors import SidecarError, UsageError
 from mla_convert.storage import AbsorbedCheckpoint
 
 
@@ -93,6 +93,17 @@ def test_out_below_or_at_a_file(example_path: pathlib.Path, tmp_path: pathlib.Pa
     assert snapshot(tmp_path) == {"file": b"mine"}
 
 
+def test_links_that_go_in_a_circle(example_path: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for out in ("loop", "loop/out"):
+        with pytest.raises(UsageError, match="OUT .*loop.* cannot be followed"):
+            convert(example_path, tmp_path / out)
+    for out in (f"long{'g' * 300}", "deep/" * 2000):
+        with pytest.raises((UsageError, SidecarError), match="File name too long"):
+            convert(example_path, tmp_path / out)
+    assert [file.name for file in tmp_path.iterdir()] == ["loop"]
+
+
 def test_no_permission(example_path: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # The user who runs the tests may be allowed everything, so the answer of the system is given here.
     monkeypatch.setattr(destination.os, "access", lambda path, mode: pathlib.Path(path) != tmp_path)
@@ -105,6 +116,6 @@ def test_no_space(example_path: pathlib.Path, tmp_path: pathlib.Path, monkeypatc
     usage = collections.namedtuple("usage", "total used free")
     needed = convert(example_path, tmp_path / "out", dry_run=True).bytes_out
     monkeypatch.setattr(destination.shutil, "disk_usage", lambda path: usage(10**12, 0, needed))
-    with pytest.raises(UsageError, match=r"needs 0.00 GB and its disk has 0.00 GB free"):
+    with pytest.raises(UsageError, match=r"needs 1.31 MB and its disk has 262 kB free"):
         convert(example_path, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []

@@ -121,7 +121,13 @@ def test_a_killed_run_leaves_nothing_that_loads_and_is_cleaned_up(
                 with pytest.raises(Stop):
                     convert(source, out, max_shard_bytes=SHARD_BYTES)
             if number == steps:  # the manifest was in place: the weights are complete
+                folder = AbsorbedCheckpoint.open(out).path
                 AbsorbedCheckpoint.open(out).check_source(Checkpoint.open(source))
+                made = {file: data for file, data in snapshot(tmp_path).items() if file not in before}
+                assert {str((tmp_path / file).relative_to(folder)): data for file, data in made.items()} == snapshot(
+                    clean
+                )
+                assert not (folder / destination.INCOMPLETE).exists()
                 break
             left = snapshot(tmp_path)
             assert before.items() <= left.items()
@@ -180,6 +186,24 @@ def interrupt(
         patch.setattr(writing.SidecarWriter, "_abandon", vanish)
         with pytest.raises(Stop):
             convert(source, out, max_shard_bytes=SHARD_BYTES)
+
+
+def test_what_is_left_beside_complete_weights_goes(
+    example_path: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed after the manifest got its name: loading cleans up, and so does the conversion that is refused."""
+    for clean_up in ("load", "convert"):
+        out = tmp_path / clean_up
+        interrupt(example_path, out, monkeypatch, "_sync_folder", 3)
+        before = {name: data for name, data in snapshot(out).items() if not name.startswith(destination.INCOMPLETE)}
+        assert (out / destination.INCOMPLETE / destination.JOURNAL).is_file()
+        for dry_run in (True, False) if clean_up == "convert" else ():
+            assert (out / destination.INCOMPLETE).is_dir()
+            with pytest.raises(UsageError, match="already holds absorbed weights"):
+                convert(example_path, out, dry_run=dry_run)
+        if clean_up == "load":
+            AbsorbedCheckpoint.open(out)
+        assert snapshot(out) == before and not (out / destination.INCOMPLETE).exists()
 
 
 def test_files_of_others_are_told_from_remains(
