@@ -34,7 +34,7 @@ from mla_convert.patches.cache import LatentCache
 from mla_convert.patches.loading import load_original
 from mla_convert.patches.weights import module_geometry
 from mla_convert.quiet import no_loading_bars
-from mla_convert.recipe import parse_device, parse_dtype
+from mla_convert.recipe import parse_device, parse_dtype, parse_forms
 from mla_convert.report import BenchmarkReport, ContextTiming, Spread
 from mla_convert.storage import own_sidecar
 
@@ -83,7 +83,7 @@ def bench(
             raise UsageError("dtype and device are for a checkpoint folder; give the model as it is to run")
         model, name = model_or_source, type(model_or_source).__name__
     elif isinstance(model_or_source, str | os.PathLike):
-        if absorbed is None and {form, qk or "auto", vo or "auto"} == {"auto"}:
+        if absorbed is None and set(parse_forms(form, qk, vo).values()) == {"auto"}:
             absorbed = own_sidecar(model_or_source)
         model, name = _load(model_or_source, dtype, device), os.fspath(model_or_source)
     else:

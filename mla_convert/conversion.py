@@ -22,11 +22,10 @@ from mla_convert.paths import path_of
 from mla_convert.products import make_whole, read_operands
 from mla_convert.recipe import (
     PlannedLayer,
-    Side,
     check_options,
     parse_device,
     parse_dtype,
-    parse_form,
+    parse_forms,
     plan_layers,
     refuse_later_options,
 )
@@ -74,10 +73,7 @@ def convert(
         quantize=quantize, qk_bits=qk_bits, vo_bits=vo_bits, group_size=group_size, calibrate=calibrate
     )
     check_options(target, workers, max_shard_bytes)
-    wanted: dict[Side, str] = {
-        "qk": parse_form(qk if qk is not None else form, "qk"),
-        "vo": parse_form(vo if vo is not None else form, "vo"),
-    }
+    wanted = parse_forms(form, qk, vo)
     stored_dtype, where = parse_dtype(dtype), parse_device(device)
     checkpoint = source if isinstance(source, Checkpoint) else Checkpoint.open(source)
     planned = plan_layers(checkpoint, wanted, stored_dtype)

@@ -87,11 +87,21 @@ def _choose(side: Side, wanted: str, best: Form, family: Family) -> Form:
     return "fused" if wanted == "fused" else "factored"
 
 
-def parse_form(given: str, side: Side) -> str:
-    """``factored``, ``fused`` or ``auto``; UsageError for anything else."""
-    if given not in (*FORMS, "auto"):
-        raise UsageError(f"form {given!r} for the {SIDE_NAMES[side]}; supported are {', '.join(FORMS)} and auto")
-    return given
+def parse_forms(form: str, qk: str | None, vo: str | None) -> dict[Side, str]:
+    """What is wanted of each side: its own option, else ``form``; each is ``factored``, ``fused`` or ``auto``.
+
+    UsageError for anything else, and for a ``form`` that neither side is to have.
+    """
+    for name, given in (("form", form), ("qk", qk), ("vo", vo)):
+        if given is not None and given not in (*FORMS, "auto"):
+            raise UsageError(f"{name} {given!r} is not known; supported are {', '.join(FORMS)} and auto")
+    wanted: dict[Side, str] = {"qk": form if qk is None else qk, "vo": form if vo is None else vo}
+    if form != "auto" and form not in wanted.values():
+        raise UsageError(
+            f"form {form} was asked for, and qk {qk} and vo {vo}, which leave no side to it: leave form out, or one of "
+            "the two"
+        )
+    return wanted
 
 
 def parse_dtype(given: str | torch.dtype) -> torch.dtype | None:
@@ -108,7 +118,7 @@ def parse_device(given: str | torch.device) -> torch.device:
     """The device, tried; UsageError where it is not there."""
     try:
         return torch.empty(0, device=given).device
-    except (RuntimeError, AssertionError) as error:
+    except (RuntimeError, AssertionError, TypeError) as error:
         reason = str(error).splitlines()[0]
         raise UsageError(
             f"device {str(given)!r} cannot be used here ({reason}); use cpu, or one that is there"

@@ -13,7 +13,7 @@ import transformers
 from torch import nn
 from transformers import PreTrainedModel
 
-from mla_convert.absorption import FORMS, Form, Forms, choose_form
+from mla_convert.absorption import Form, Forms, choose_form
 from mla_convert.architectures import FAMILIES, Family
 from mla_convert.errors import PatchError, UnsupportedModelError, UsageError
 from mla_convert.kernels.dispatch import choose_backend, describe_backend, warm_up
@@ -22,6 +22,7 @@ from mla_convert.patches.fused import FusedOutput, FusedQuery
 from mla_convert.patches.layer import ATTRIBUTE, AbsorbedLayer, Options, layer_of
 from mla_convert.patches.sidecar import Asked, Sidecar
 from mla_convert.patches.weights import check_projection, module_geometry, query_name
+from mla_convert.recipe import parse_forms
 
 logger = logging.getLogger(__name__)
 
@@ -152,6 +153,7 @@ def patch(
         UsageError: arguments that are not known, or contradict the sidecar.
     """
     _check_versions()
+    asked = Asked(**parse_forms(form, qk, vo))
     options = _options(model, backend, prefill_threshold, cache)
     modules = attention_modules(model)
     _check_unpatched(model, modules)
@@ -160,7 +162,6 @@ def patch(
         for part in ("kv_b_proj", query_name(module), "o_proj"):
             check_projection(f"{name}.{part}", getattr(module, part))
     sidecar = None if absorbed is None else Sidecar(absorbed)
-    asked = Asked(qk or form, vo or form)
     original = _text_config(modules[0][1])._attn_implementation
     registered = registered_name(original)
     layers = [_build(name, module, family, asked, options, sidecar) for name, module in modules]
@@ -179,14 +180,21 @@ def patch(
 def unpatch(model: PreTrainedModel) -> None:
     """Undo :func:`patch`: outputs, attributes and ``state_dict`` are what they were.
 
+    What was set since then stays: an attention implementation that the caller chose while the model was patched, and
+    projections that were replaced.
+
     Raises:
         PatchError: the model is not patched.
     """
     state = _state_of(model)
-    for module in model.modules():
-        if layer := layer_of(module):
-            _uninstall(module, layer)
-    model.set_attn_implementation(state.original)
+    modules = [module for module in model.modules() if layer_of(module)]
+    present = (modules[0] if modules else model).config._attn_implementation
+    for module in modules:
+        _uninstall(module)
+    if present.startswith(PREFIX):
+        model.set_attn_implementation(state.original)
+    else:
+        logger.info("the attention implementation %r was set while the model was patched, and stays", present)
     object.__delattr__(model, _STATE)
 
 
@@ -302,10 +310,7 @@ def _resolve_side(side: str, wanted: str, cheaper: Form, fusable: bool) -> Form:
         )
     if wanted == "auto":
         return cheaper if fusable else "factored"
-    for form in FORMS:
-        if wanted == form:
-            return form
-    raise UsageError(f"form {wanted!r} is not known; choose factored, fused or auto")
+    return "fused" if wanted == "fused" else "factored"
 
 
 def _install(module: nn.Module, layer: AbsorbedLayer) -> None:
@@ -319,9 +324,11 @@ def _install(module: nn.Module, layer: AbsorbedLayer) -> None:
         FusedOutput(layer, _linear(module, "o_proj")).install()
 
 
-def _uninstall(module: nn.Module, layer: AbsorbedLayer) -> None:
-    for name in (query_name(module), "o_proj"):
-        forward = _linear(module, name).__dict__.get("forward")
+def _uninstall(module: nn.Module) -> None:
+    layer = layer_of(module)
+    assert layer is not None
+    for source in layer.sources:  # not the module's present ones: those may have been replaced
+        forward = source.linear.__dict__.get("forward")
         if isinstance(forward, FusedQuery | FusedOutput):
             forward.remove()
     _remove_hook(module, begin_call)

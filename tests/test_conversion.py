@@ -251,9 +251,10 @@ def test_model_card_names_the_base_model_where_the_config_does(
 # --- what is refused
 
 OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
-    "form": (dict(form="half"), "form 'half' for the key side; supported are factored, fused and auto"),
-    "qk": (dict(qk="Fused"), "form 'Fused' for the key side"),
-    "vo": (dict(vo=""), "form '' for the value side"),
+    "form": (dict(form="half"), "form 'half' is not known; supported are factored, fused and auto"),
+    "qk": (dict(qk="Fused"), "qk 'Fused' is not known"),
+    "vo": (dict(vo=""), "vo '' is not known"),
+    "no side left": (dict(form="fused", qk="factored", vo="factored"), "form fused was asked for, and qk factored"),
     "dtype": (dict(dtype="int8"), "dtype 'int8'; supported are source, bfloat16, float16, float32"),
     "torch dtype": (dict(dtype=torch.float64), "dtype 'float64'; supported"),
     "quantize": (dict(quantize="int8"), "quantize='int8': this version stores plain weights only"),
@@ -264,6 +265,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "target": (dict(target="standalone"), "target 'standalone'; this version writes target='sidecar'"),
     "workers": (dict(workers=4), "workers=4; this version converts with one worker"),
     "device": (dict(device="cuda:77"), "device 'cuda:77' cannot be used here"),
+    "device of another type": (dict(device=[]), r"device '\[\]' cannot be used here"),
     "no device": (dict(device="abacus"), "device 'abacus' cannot be used here"),
     "shard size": (dict(max_shard_bytes=0), "max_shard_bytes=0"),
 }

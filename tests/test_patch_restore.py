@@ -158,9 +158,29 @@ def test_one_config_object_carries_one_patch() -> None:
 def test_attention_changed_under_the_patch_is_refused() -> None:
     model, ids = models.deepseek_v3(), models.tokens(1, 4)
     expected = model(ids).logits
-    handle = mla_convert.patch(model)
-    model.set_attn_implementation("eager")
-    with pytest.raises(PatchError, match="changed to 'eager'"):
-        model(ids)
+    for chosen in ("eager", "sdpa"):
+        handle = mla_convert.patch(model)
+        model.set_attn_implementation(chosen)
+        with pytest.raises(PatchError, match=f"changed to {chosen!r}"):
+            model(ids)
+        handle.unpatch()
+        assert model.config._attn_implementation == chosen  # the caller's later choice
+        other = models.deepseek_v3(attn=chosen)
+        assert torch.equal(model(ids).logits, other(ids).logits)
+    assert torch.equal(model(ids).logits, expected)
+
+
+@torch.inference_mode()
+def test_projections_replaced_under_the_patch_stay() -> None:
+    """A wrapper that an adapter library put around a projection, which the fused form had given a forward."""
+    model, ids = models.deepseek_v3(), models.tokens(1, 4)
+    expected = model(ids).logits
+    handle = mla_convert.patch(model, form="fused")
+    attention = model.model.layers[0].self_attn
+    inner = attention.o_proj
+    attention.o_proj = torch.nn.Sequential(inner)
+    with pytest.raises(PatchError, match="o_proj was replaced by a Sequential"):
+        model(ids[:, :1])
     handle.unpatch()
+    assert isinstance(attention.o_proj, torch.nn.Sequential) and "forward" not in vars(inner)
     assert torch.equal(model(ids).logits, expected)
