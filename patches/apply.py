@@ -9,7 +9,6 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import transformers
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -21,12 +20,13 @@ from mla_convert.patches.attention import PREFIX, begin_call, end_call, passed_t
 from mla_convert.patches.fused import FusedOutput, FusedQuery
 from mla_convert.patches.layer import ATTRIBUTE, AbsorbedLayer, Options, layer_of
 from mla_convert.patches.sidecar import Asked, Sidecar
-from mla_convert.patches.weights import check_projection, module_geometry, query_name
+from mla_convert.patches.sources import check_fusable, check_readable, only_plain
+from mla_convert.patches.versions import check_transformers
+from mla_convert.patches.weights import module_geometry, query_name
 from mla_convert.recipe import parse_forms
 
 logger = logging.getLogger(__name__)
 
-OLDEST_TRANSFORMERS = (5, 16)
 CACHES = ("latent", "dynamic")
 _STATE = "_mla_patch"
 
@@ -84,7 +84,7 @@ class PatchHandle:
     def describe(self) -> PatchDescription:
         """Family, form of each side, backend, threshold, cache and the layers patched."""
         state, layers = _state_of(self.model), _patched_layers(self.model)
-        device = layers[0].sources[0].weight.device
+        device = layers[0].sources[0].device
         return PatchDescription(
             family=state.family,
             qk_form="/".join(sorted({layer.forms.qk for layer in layers})),
@@ -107,8 +107,10 @@ class PatchHandle:
     def warmup(self) -> None:
         """Compile ahead what the first steps would otherwise compile; the PyTorch backend has nothing to compile."""
         backend = _state_of(self.model).options.backend
-        weights = [(layer.geometry, layer.sources[0].weight) for layer in _patched_layers(self.model)]
-        for g, dtype, device in dict.fromkeys((g, weight.dtype, weight.device) for g, weight in weights):
+        layers = _patched_layers(self.model)
+        for g, dtype, device in dict.fromkeys(
+            (layer.geometry, layer.dtype, layer.sources[0].device) for layer in layers
+        ):
             heads, latent, rope = g.num_heads, g.kv_lora_rank, g.qk_rope_head_dim
             ran = warm_up(backend, device, dtype, heads=heads, latent=latent, rope=rope)
             logger.info("warmed up %d kinds of call on %s", ran, device)
@@ -152,15 +154,12 @@ def patch(
         MismatchError: ``absorbed`` does not belong to this model.
         UsageError: arguments that are not known, or contradict the sidecar.
     """
-    _check_versions()
+    check_transformers()
     asked = Asked(**parse_forms(form, qk, vo))
     options = _options(model, backend, prefill_threshold, cache)
     modules = attention_modules(model)
     _check_unpatched(model, modules)
     family = _family_of(model, [m for _, m in modules], allow_unknown=allow_unknown)
-    for name, module in modules:
-        for part in ("kv_b_proj", query_name(module), "o_proj"):
-            check_projection(f"{name}.{part}", getattr(module, part))
     sidecar = None if absorbed is None else Sidecar(absorbed)
     original = _text_config(modules[0][1])._attn_implementation
     registered = registered_name(original)
@@ -240,15 +239,6 @@ def _check_unpatched(model: Any, modules: Sequence[tuple[str, nn.Module]]) -> No
         )
 
 
-def _check_versions() -> None:
-    release = tuple(int(part) for part in transformers.__version__.split(".")[:2])
-    if not OLDEST_TRANSFORMERS <= release < (6,):
-        raise PatchError(
-            f"transformers {transformers.__version__} is installed; supported are 5.16 and later 5.x: "
-            'pip install "transformers>=5.16,<6"'
-        )
-
-
 def _options(model: Any, backend: str, prefill_threshold: int | str, cache: str) -> Options:
     if not isinstance(model, PreTrainedModel):
         raise UsageError(f"patch takes a transformers model, found {type(model).__name__}")
@@ -285,17 +275,22 @@ def _family_of(model: Any, modules: Sequence[nn.Module], *, allow_unknown: bool)
 
 
 def _build(
-    name: str, module: nn.Module, family: Family | None, asked: Asked, options: Options, sidecar: Sidecar | None
+    name: str, module: Any, family: Family | None, asked: Asked, options: Options, sidecar: Sidecar | None
 ) -> AbsorbedLayer:
-    if sidecar is not None:
-        stored = sidecar.stored(name, module, asked)
-        return AbsorbedLayer(module, name, stored.forms, options, stored)
-    return AbsorbedLayer(module, name, _resolve(module, family, asked), options, None)
+    check_readable(f"{name}.kv_b_proj", module.kv_b_proj)
+    stored = None if sidecar is None else sidecar.stored(name, module, asked)
+    forms = _resolve(module, family, asked) if stored is None else stored.forms
+    for part, form in ((query_name(module), forms.qk), ("o_proj", forms.vo)):
+        if form == "fused":
+            check_fusable(f"{name}.{part}", getattr(module, part))
+    return AbsorbedLayer(module, name, forms, options, stored)
 
 
-def _resolve(module: nn.Module, family: Family | None, asked: Asked) -> Forms:
+def _resolve(module: Any, family: Family | None, asked: Asked) -> Forms:
     """The form of each side, "auto" resolved; a side that may not be fused is refused, or factored under "auto"."""
     cheaper = choose_form(module_geometry(module))
+    if not only_plain(module.kv_b_proj, getattr(module, query_name(module)), module.o_proj):
+        cheaper = Forms("factored", "factored")
     return Forms(
         qk=_resolve_side("key", asked.qk, cheaper.qk, family is not None and family.fuse_qk),
         vo=_resolve_side("value", asked.vo, cheaper.vo, family is not None and family.fuse_vo),
@@ -319,28 +314,21 @@ def _install(module: nn.Module, layer: AbsorbedLayer) -> None:
     module.register_forward_pre_hook(begin_call, with_kwargs=True)
     module.register_forward_hook(end_call, always_call=True)
     if layer.forms.qk == "fused":
-        FusedQuery(layer, _linear(module, query_name(module))).install()
+        name = query_name(module)
+        layer.forwards[name] = FusedQuery(layer, getattr(module, name))
     if layer.forms.vo == "fused":
-        FusedOutput(layer, _linear(module, "o_proj")).install()
+        layer.forwards["o_proj"] = FusedOutput(layer, module.o_proj)
 
 
 def _uninstall(module: nn.Module) -> None:
     layer = layer_of(module)
     assert layer is not None
-    for source in layer.sources:  # not the module's present ones: those may have been replaced
-        forward = source.linear.__dict__.get("forward")
-        if isinstance(forward, FusedQuery | FusedOutput):
-            forward.remove()
+    for forward in layer.forwards.values():
+        forward.remove()
     _remove_hook(module, begin_call)
     _remove_hook(module, end_call)
     del module.expand_kv
     delattr(module, ATTRIBUTE)
-
-
-def _linear(module: nn.Module, name: str) -> nn.Linear:
-    linear = getattr(module, name)
-    assert isinstance(linear, nn.Linear)
-    return linear
 
 
 def _remove_hook(module: nn.Module, function: Any) -> None:

@@ -164,6 +164,8 @@ def begin_call(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
     if cache is not None and layer.options.cache == "latent" and not getattr(cache, "offloading", False):
         adopt(cache, module.layer_idx)
     possible = not wants_gradients(module, hidden) and not _needs_original(module, given)
+    if possible and not torch.compiler.is_compiling():
+        possible = not layer.needs_projections(module)
     absorbed = possible and _cheaper_absorbed(module, layer, hidden.shape[-2], cache, given.get("attention_mask"))
     prefill = hidden.shape[-2] > 1
     if not torch.compiler.is_compiling() and (absorbed or (possible and prefill and hidden.device.type != "cpu")):
@@ -195,6 +197,7 @@ def end_call(module: nn.Module, args: Any, output: Any) -> None:
     layer = layer_of(module)
     if layer is not None:
         layer.slot.set(None)
+        layer.release()
 
 
 for _name in _KNOWN_ORIGINALS:

@@ -12,41 +12,59 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from mla_convert.patches.forms import Projection
 from mla_convert.patches.layer import AbsorbedLayer
 
 
 class _InstanceForward:
-    """A forward set on one Linear; ``inner`` is what stood there before (None: the class's own)."""
+    """A forward set on one projection; ``inner`` is what stood there before (None: the class's own)."""
 
-    def __init__(self, layer: AbsorbedLayer, linear: nn.Linear) -> None:
+    def __init__(self, layer: AbsorbedLayer, linear: Projection) -> None:
         self.layer = layer
+        self.install(linear)
+
+    def install(self, linear: Projection) -> None:
+        """Set this object as the forward of ``linear``."""
         self.linear = linear
         self.inner: Any = linear.__dict__.get("forward")
-
-    def install(self) -> None:
-        """Set this object as the forward of its Linear."""
-        self.linear.__dict__["forward"] = self
+        linear.__dict__["forward"] = self
 
     def remove(self) -> None:
-        """Put back what stood there."""
-        del self.linear.__dict__["forward"]
+        """Put back what stood there, also from below a hook that accelerate has put above since."""
+        attributes = self.linear.__dict__
+        if attributes.get("_old_forward") is self:
+            attributes["_old_forward"] = self.inner or type(self.linear).forward.__get__(self.linear)
+        if attributes.get("forward") is not self:
+            return
+        del attributes["forward"]
         if self.inner is not None:
-            self.linear.__dict__["forward"] = self.inner
+            attributes["forward"] = self.inner
 
-    def original(self, x: Tensor) -> Tensor:
+    def follow(self, linear: Projection) -> None:
+        """Move to ``linear``, which adapters may have put around the projection or uncovered; come back if removed."""
+        attributes = self.linear.__dict__
+        present = attributes.get("forward") is self or attributes.get("_old_forward") is self
+        if linear is self.linear and present:
+            return
+        if present:
+            self.remove()
+        self.install(linear)
+
+    def original(self, *args: Any, **kwargs: Any) -> Tensor:
         """The projection as it was."""
-        out: Tensor = self.inner(x) if self.inner is not None else type(self.linear).forward(self.linear, x)
+        inner = self.inner or type(self.linear).forward.__get__(self.linear)
+        out: Tensor = inner(*args, **kwargs)
         return out
 
 
 class FusedQuery(_InstanceForward):
     """``q_b_proj`` or ``q_proj`` with the fused key side: [B,S,Q] to [B,S,H·(N+R)]."""
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """In an absorbed call the N content columns are zeros, which nobody reads."""
         call = self.layer.slot.get()
         if call is None or not call.absorbed:
-            return self.original(x)
+            return self.original(x, *args, **kwargs)
         g = self.layer.geometry
         heads = nn.functional.linear(x, self.layer.qk_absorbed).view(*x.shape[:-1], -1, g.latent_width)
         call.q_latent = heads[..., : g.kv_lora_rank]
@@ -58,9 +76,9 @@ class FusedQuery(_InstanceForward):
 class FusedOutput(_InstanceForward):
     """``o_proj`` with the fused value side: [B,S,H·C] in an absorbed call, [B,S,H·V] elsewhere, to [B,S,D]."""
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """The call decides, not the width: C may equal V."""
         call = self.layer.slot.get()
         if call is None or not call.absorbed:
-            return self.original(x)
+            return self.original(x, *args, **kwargs)
         return nn.functional.linear(x, self.layer.ov_absorbed, self.linear.bias)

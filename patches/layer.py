@@ -15,6 +15,7 @@ from mla_convert.kernels.arguments import DecodeArguments
 from mla_convert.kernels.dispatch import decode
 from mla_convert.patches.call import Call, CallSlot
 from mla_convert.patches.masks import visibility
+from mla_convert.patches.sources import hooks_bypassed, stands_alone
 from mla_convert.patches.weights import AbsorbedWeights, Stored
 
 logger = logging.getLogger(__name__)
@@ -40,6 +41,9 @@ class AbsorbedLayer(AbsorbedWeights):
         self.name = name
         self.options = options
         self.slot = CallSlot()
+        #: Instance forwards of the fused form, by the name of the projection that they are set on.
+        self.forwards: dict[str, Any] = {}
+        self._told_of_hooks = False
         #: Names of the owner's forward arguments in order, for those that a caller gives by position.
         self.positional = tuple(inspect.signature(type(owner).forward).parameters)[1:]
 
@@ -60,9 +64,21 @@ class AbsorbedLayer(AbsorbedWeights):
 
     def follow_weights(self, owner: nn.Module, *, decoding: bool) -> None:
         """Keep the absorbed weights true to ``owner``'s; on accelerators the sample is compared in prefill only."""
-        look = not decoding or self.sources[0].weight.device.type == "cpu"
+        for name, forward in self.forwards.items():
+            forward.follow(getattr(owner, name))
+        look = not decoding or self.sources[0].device.type == "cpu"
         if self.follow(owner, look=look):
             logger.info("%s: the source weights changed; absorbed weights were made anew from them", self.name)
+
+    def needs_projections(self, owner: nn.Module) -> bool:
+        """Whether a projection must run itself in this call, for no one weight stands for it, or hooks wait there."""
+        if any(stands_alone(getattr(owner, source.name)) for source in self.sources):
+            return True
+        hooked = [s.name for s in self.sources if hooks_bypassed(getattr(owner, s.name), runs=s.name in self.forwards)]
+        if hooked and not self._told_of_hooks:
+            self._told_of_hooks = True
+            logger.warning("%s: %s has hooks; it runs expanded while it has them", self.name, ", ".join(hooked))
+        return bool(hooked)
 
     def attend(
         self, query: Tensor, latent: Tensor, k_rope: Tensor, mask: Tensor | None, scale: float, call: Call, **form: Any

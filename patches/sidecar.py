@@ -20,6 +20,7 @@ from mla_convert.checkpoint import tensor_digest
 from mla_convert.errors import MismatchError, SidecarError, UsageError
 from mla_convert.formats import plain
 from mla_convert.manifest import SourceTensor, StoredLayer
+from mla_convert.patches.sources import effective_weight
 from mla_convert.patches.weights import Stored, module_geometry, query_name
 from mla_convert.storage import AbsorbedCheckpoint
 
@@ -67,7 +68,8 @@ class Sidecar:
     def _check(self, index: int, layer: StoredLayer, module: Any, tensors: dict[str, Tensor]) -> None:
         cast: list[SourceTensor] = []
         for source in self._sources(index, layer):
-            weight = getattr(module, source.name.split(".")[-2]).weight.detach()
+            part = source.name.split(".")[-2]
+            weight = effective_weight(part, getattr(module, part))
             if source.quantized or plain(weight.dtype) != source.dtype:
                 cast.append(source)
             elif tensor_digest(weight.cpu()) != source.sha256:
@@ -106,16 +108,17 @@ class Sidecar:
         # Only what was dequantized has been rounded to the source's dtype between the source and the model.
         dtype = cast.source_dtype if cast is not None and cast.quantized else None
         exact = all(layer.tensors[key].largest_error == 0 for key in ("k_b", "v_b") if key in tensors)
-        kv_b = module.kv_b_proj.weight.detach()
+        kv_b = effective_weight("kv_b_proj", module.kv_b_proj)
         found = []
         if "k_b" in tensors or "v_b" in tensors:
             rows = tensors.get("k_b"), tensors.get("v_b")
             found.append(compare_factored(*rows, kv_b, g, source_dtype=dtype, stored_exactly=exact))
         if "qk" in tensors:
-            query = getattr(module, query_name(module)).weight.detach()
+            name = query_name(module)
+            query = effective_weight(name, getattr(module, name))
             found.append(compare_fused_qk(tensors["qk"], kv_b, query, g, source_dtype=dtype))
         if "ov" in tensors:
-            o = module.o_proj.weight.detach()
+            o = effective_weight("o_proj", module.o_proj)
             found.append(compare_fused_ov(tensors["ov"], kv_b, o, g, source_dtype=dtype))
         return max(found, key=lambda comparison: comparison.excess)
 

@@ -9,21 +9,14 @@ float16 products on a CPU need that.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mla_convert.absorption import Forms, fuse_ov, fuse_qk, split_kv_b
+from mla_convert.absorption import FLOAT_DTYPES, Forms, fuse_ov, fuse_qk, split_kv_b
 from mla_convert.errors import PatchError, StaleWeightsError
 from mla_convert.geometry import MLAGeometry
-
-#: Elements compared to notice edits that leave no other trace.
-SAMPLED = 64
-
-
-#: An attention module of transformers: its attributes differ by family, and are looked up when used.
-Owner = Any
+from mla_convert.patches.sources import Owner, Source, effective_weight, shape_of
 
 
 def query_name(module: Owner) -> str:
@@ -34,10 +27,10 @@ def query_name(module: Owner) -> str:
 def module_geometry(module: Owner) -> MLAGeometry:
     """Dimensions of an attention module, from the module itself; the number of heads from its local weight."""
     n, v = int(module.qk_nope_head_dim), int(module.v_head_dim)
-    rows = module.kv_b_proj.weight.shape[0]
+    rows, _ = shape_of("kv_b_proj", module.kv_b_proj)
     q_rank = getattr(module, "q_lora_rank", None)
     return MLAGeometry(
-        hidden_size=int(module.o_proj.weight.shape[0]),
+        hidden_size=int(module.o_proj.out_features),
         num_heads=rows // (n + v),
         kv_lora_rank=int(module.kv_lora_rank),
         qk_nope_head_dim=n,
@@ -48,49 +41,12 @@ def module_geometry(module: Owner) -> MLAGeometry:
     )
 
 
-class Source:
-    """One projection that absorbed weights come from, as it was when they were made."""
-
-    def __init__(self, name: str, linear: nn.Linear) -> None:
-        self.name = name
-        self.linear = linear
-        self.remember()
-
-    def remember(self) -> None:
-        """Take the projection's present weight as the one in use."""
-        weight = self.linear.weight
-        self.weight = weight
-        self.pointer = weight.data_ptr()
-        self.version = _version(weight)
-        self.sample = _sample(weight).clone()
-
-    def changed(self, owner: Owner, *, look: bool) -> bool:
-        """Whether ``owner``'s projection of this name holds other numbers now; ``look`` compares the sample too.
-
-        Raises:
-            StaleWeightsError: when the projection itself was replaced (by an adapter, say).
-        """
-        linear = getattr(owner, self.name)
-        if linear is not self.linear:
-            raise StaleWeightsError(
-                f"{self.name} was replaced by a {type(linear).__name__} after the model was patched; "
-                "unpatch the model, change it, and patch it again"
-            )
-        weight = self.linear.weight
-        if weight is not self.weight or weight.data_ptr() != self.pointer or _version(weight) != self.version:
-            return True
-        return look and not torch.equal(_sample(weight), self.sample)
-
-
-def _version(weight: Tensor) -> int | None:
-    """The counter of in-place changes; parameters made in inference mode have none."""
-    return None if weight.is_inference() else weight._version
-
-
-def _sample(weight: Tensor) -> Tensor:
-    """A view of elements spread over the whole weight."""
-    flat = weight.detach().reshape(-1)
-    return flat[:: max(1, flat.numel() // SAMPLED)]
+def weight_dtype(module: Owner) -> torch.dtype:
+    """The dtype of an attention module's weights; of the latent's norm, or the config's, where they are codes."""
+    weight, norm = getattr(module.kv_b_proj, "weight", None), getattr(module, "kv_a_layernorm", None)
+    found = [weight.dtype if weight is not None else None, norm.weight.dtype if norm is not None else None]
+    found.append(getattr(module.config, "dtype", None))
+    return next((dtype for dtype in found if dtype in FLOAT_DTYPES), torch.float32)
 
 
 @dataclasses.dataclass
@@ -109,6 +65,8 @@ class AbsorbedWeights(nn.Module):
 
     - ``w_uk_t`` [H, C, N] or ``qk_absorbed`` [H·(C + R), Q];
     - ``w_uv`` [H, V, C] or ``ov_absorbed`` [D, H·C].
+
+    ``dtype`` is theirs; ``forms`` and ``sources`` say what they are and what they were made from.
     """
 
     w_uk_t: Tensor
@@ -120,7 +78,7 @@ class AbsorbedWeights(nn.Module):
         super().__init__()
         self.geometry = module_geometry(owner)
         self.forms = forms
-        self.sources = [Source(name, getattr(owner, name)) for name in self._source_names(owner)]
+        self.sources = [Source(name, owner) for name in self._source_names(owner)]
         if stored is None:
             self.derive(owner)
         else:
@@ -134,32 +92,36 @@ class AbsorbedWeights(nn.Module):
             names.append("o_proj")
         return names
 
-    def _keep(self, name: str, tensor: Tensor) -> None:
+    @property
+    def offloaded(self) -> bool:
+        """Whether the weights exist only during a call, as those that they come from."""
+        return any(source.offloaded for source in self.sources)
+
+    def _keep(self, name: str, tensor: Tensor | None) -> None:
         self.register_buffer(name, tensor, persistent=False)
 
     @torch.no_grad()
     def derive(self, owner: Owner) -> None:
         """Make the absorbed weights from ``owner``'s present projections, and remember those."""
-        g = self.geometry
-        kv_b = owner.kv_b_proj.weight.detach()
-        w_uk, w_uv = split_kv_b(kv_b, g)
+        g, self.dtype = self.geometry, weight_dtype(owner)
+        w_uk, w_uv = split_kv_b(effective_weight("kv_b_proj", owner.kv_b_proj), g)
         if self.forms.qk == "fused":
-            query = getattr(owner, query_name(owner)).weight.detach()
-            self._keep("qk_absorbed", fuse_qk(w_uk, query, g, kv_b.dtype))
+            name = query_name(owner)
+            self._keep("qk_absorbed", fuse_qk(w_uk, effective_weight(name, getattr(owner, name)), g, self.dtype))
         else:
-            self._keep("w_uk_t", w_uk.transpose(1, 2).contiguous())
+            self._keep("w_uk_t", w_uk.to(self.dtype).transpose(1, 2).contiguous())
         if self.forms.vo == "fused":
-            self._keep("ov_absorbed", fuse_ov(w_uv, owner.o_proj.weight.detach(), g, kv_b.dtype))
+            self._keep("ov_absorbed", fuse_ov(w_uv, effective_weight("o_proj", owner.o_proj), g, self.dtype))
         else:
-            self._keep("w_uv", w_uv.contiguous())
+            self._keep("w_uv", w_uv.to(self.dtype).contiguous())
         for source in self.sources:
-            source.remember()
+            source.remember(owner)
 
     def _take(self, stored: Stored, owner: Owner) -> None:
         """Use ``stored`` weights, in ``owner``'s dtype and on its device."""
         g = self.geometry
-        like = owner.kv_b_proj.weight
-        qk, vo = (t.to(device=like.device, dtype=like.dtype) for t in (stored.qk, stored.vo))
+        device, self.dtype = self.sources[0].device, weight_dtype(owner)
+        qk, vo = (t.to(device=device, dtype=self.dtype) for t in (stored.qk, stored.vo))
         if self.forms.qk == "fused":
             self._keep("qk_absorbed", qk)
         else:
@@ -178,8 +140,20 @@ class AbsorbedWeights(nn.Module):
         """
         if not any([source.changed(owner, look=look) for source in self.sources]):
             return False
-        self.derive(owner)
-        return True
+        before = self.offloaded
+        try:
+            self.derive(owner)
+        except PatchError as error:
+            raise StaleWeightsError(
+                f"the weights changed after the model was patched: {error}; or unpatch the model"
+            ) from error
+        return not (before and self.offloaded)
+
+    def release(self) -> None:
+        """Let go of absorbed weights whose sources accelerate keeps elsewhere; the next call makes them anew."""
+        if self.offloaded:
+            for name in list(self._buffers):
+                self._keep(name, None)
 
     def lift_query(self, q_nope: Tensor) -> Tensor:
         """``W_UKᵀ q`` per head: [B, H, S, N] to [B, S, H, C]."""
@@ -194,21 +168,3 @@ class AbsorbedWeights(nn.Module):
         rows = out.permute(2, 0, 1, 3).reshape(heads, batch * q_len, width)
         lifted = torch.bmm(rows, self.w_uv.transpose(1, 2))
         return lifted.view(heads, batch, q_len, -1).permute(1, 2, 0, 3)
-
-
-def check_projection(where: str, linear: Any) -> None:
-    """Refuse a projection whose weight cannot be read as it is.
-
-    Raises:
-        PatchError: naming the module, what it is, and what to do.
-    """
-    if type(linear) is not nn.Linear:
-        raise PatchError(
-            f"{where} is a {type(linear).__module__}.{type(linear).__name__}; supported are plain torch.nn.Linear "
-            "weights: load the model dequantized (mla_convert.load does), and merge or unload adapters first"
-        )
-    weight = linear.weight
-    if weight.is_meta:
-        raise PatchError(f"{where}.weight is on the meta device: load the model's weights before patching it")
-    if weight.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-        raise PatchError(f"{where}.weight is {weight.dtype}; supported are float16, bfloat16, float32 and float64")
