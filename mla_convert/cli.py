@@ -59,6 +59,14 @@ class Dtype(enum.StrEnum):
     float32 = "float32"
 
 
+class Codes(enum.StrEnum):
+    """What absorbed weights are requantized to."""
+
+    int8 = "int8"
+    fp8 = "fp8"
+    int4 = "int4"
+
+
 Source = Annotated[str, typer.Argument(metavar="SOURCE", help="Folder of the checkpoint.", show_default=False)]
 Out = Annotated[
     str,
@@ -114,6 +122,19 @@ def convert(
     dtype: Annotated[
         Dtype, typer.Option(metavar="DTYPE", help="What is stored: source, bfloat16, float16 or float32.")
     ] = Dtype.source,
+    quantize: Annotated[Codes | None, typer.Option(help="Requantize both sides; by default they stay plain.")] = None,
+    qk_bits: Annotated[
+        int | None, typer.Option(metavar="4|8|16", help="Bits of the key side, where they differ; 16 leaves it plain.")
+    ] = None,
+    vo_bits: Annotated[
+        int | None, typer.Option(metavar="4|8|16", help="Bits of the value side, where they differ.")
+    ] = None,
+    group_size: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N|row", help="int4: 32 (default), 64 or 128 columns; fp8: 128 (blocks of 128x128, default) or row."
+        ),
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check and plan everything, write nothing.")] = False,
     json: JsonTarget = None,
 ) -> None:
@@ -122,7 +143,20 @@ def convert(
     from mla_convert.conversion import convert as run
 
     with output.progress("layers") as progress:
-        report = run(source, out, form=form, qk=qk, vo=vo, dtype=dtype, dry_run=dry_run, progress=progress)
+        report = run(
+            source,
+            out,
+            form=form,
+            qk=qk,
+            vo=vo,
+            dtype=dtype,
+            quantize=quantize,
+            qk_bits=qk_bits,
+            vo_bits=vo_bits,
+            group_size=group_size,
+            dry_run=dry_run,
+            progress=progress,
+        )
     _show_conversion(output, report)
     output.json(report.to_dict())
 
@@ -142,6 +176,8 @@ def _show_conversion(output: console.Output, report: ConversionReport) -> None:
         where = "" if report.largest_error_tensor is None else f", {report.largest_error_tensor}"
         facts["largest rounding error"] = f"{report.largest_error:.2g} of the tensor's largest value{where}"
     output.facts(facts)
+    if report.tensors:
+        output.table("Requantized weights, against their float32 numbers", *report.tensor_rows())
     output.notes([*report.notes, f"nothing was written to {report.out}" if report.dry_run else f"wrote {report.out}"])
 
 

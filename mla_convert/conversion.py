@@ -14,8 +14,10 @@ import torch
 
 from mla_convert.absorption import Rounding
 from mla_convert.checkpoint import Checkpoint
+from mla_convert.coding import code_tensor
 from mla_convert.conversion_report import ConversionReport, dtype_of, make_report
 from mla_convert.destination import check_space, destination
+from mla_convert.errors import UsageError
 from mla_convert.manifest import Manifest, Source, SourceTensor, StoredLayer
 from mla_convert.model_card import model_card
 from mla_convert.paths import path_of
@@ -27,8 +29,8 @@ from mla_convert.recipe import (
     parse_dtype,
     parse_forms,
     plan_layers,
-    refuse_later_options,
 )
+from mla_convert.schemes import parse_schemes
 from mla_convert.writing import MAX_SHARD_BYTES, SidecarWriter
 
 _SPARE_BYTES = 1 << 20  # manifest, index, card and journal, beside the tensors
@@ -42,10 +44,10 @@ def convert(
     qk: str | None = None,
     vo: str | None = None,
     dtype: str | torch.dtype = "source",
-    quantize: None = None,
-    qk_bits: None = None,
-    vo_bits: None = None,
-    group_size: None = None,
+    quantize: str | None = None,
+    qk_bits: int | None = None,
+    vo_bits: int | None = None,
+    group_size: int | str | None = None,
     calibrate: None = None,
     target: str = "sidecar",
     workers: int | None = None,
@@ -61,22 +63,24 @@ def convert(
     ``mla_absorbed``). ``form`` is ``factored``, ``fused`` or ``auto``, for both sides, and ``qk`` and ``vo`` override
     it for the key side and the value side; ``auto`` takes what reads fewer numbers per decode step. ``dtype`` is that
     of the stored weights: ``source`` (of a quantized source: the config's), ``bfloat16``, ``float16`` or ``float32``.
-    ``device`` is where products are formed. ``progress`` is called with the layers done and their number. With
-    ``dry_run`` everything is checked and planned, and nothing written. An interrupted run is cleaned up and started
-    from the beginning, whatever ``resume`` says.
+    ``quantize`` codes both sides, in ``int8`` (a scale per row), ``fp8`` or ``int4``; ``qk_bits`` and ``vo_bits`` (4, 8
+    or 16, which leaves it plain) override it for one side; ``group_size`` is 32, 64 or 128 columns for int4, and for
+    fp8 128 (blocks of 128×128) or ``row``. ``device`` is where products are formed. ``progress`` is called with the
+    layers done and their number. With ``dry_run`` everything is checked and planned, and nothing written. An
+    interrupted run is cleaned up and started from the beginning, whatever ``resume`` says.
 
     Raises UsageError for options and destinations that cannot be, SidecarError where writing fails, and whatever
     :meth:`Checkpoint.open` raises for the source. Nothing that is there is changed or overwritten.
     """
     started = time.perf_counter()
-    refuse_later_options(
-        quantize=quantize, qk_bits=qk_bits, vo_bits=vo_bits, group_size=group_size, calibrate=calibrate
-    )
+    if calibrate is not None:
+        raise UsageError(f"calibrate={calibrate!r}: this version rounds to the nearest code; leave it out")
+    qk_scheme, vo_scheme = parse_schemes(quantize, qk_bits, vo_bits, group_size)
     check_options(target, workers, max_shard_bytes)
     wanted = parse_forms(form, qk, vo)
     stored_dtype, where = parse_dtype(dtype), parse_device(device)
     checkpoint = source if isinstance(source, Checkpoint) else Checkpoint.open(source)
-    planned = plan_layers(checkpoint, wanted, stored_dtype)
+    planned = plan_layers(checkpoint, wanted, stored_dtype, {"qk": qk_scheme, "vo": vo_scheme})
     folder = destination(checkpoint.path, path_of(out, "OUT"), dry_run=dry_run)
     needed = sum(tensor.nbytes for layer in planned for tensor in layer.tensors.values())
     check_space(folder, needed + _SPARE_BYTES)
@@ -98,7 +102,8 @@ def _write(
     layers: list[StoredLayer] = []
     sources: dict[str, SourceTensor] = {}
     tensors = [tensor for layer in planned for tensor in layer.tensors.values()]
-    with SidecarWriter(folder, tensors, max_shard_bytes=max_shard_bytes) as writer:
+    parts = [part for tensor in tensors for part in tensor.parts]
+    with SidecarWriter(folder, parts, max_shard_bytes=max_shard_bytes) as writer:
         for done, layer in enumerate(planned, start=1):
             stored, read = _absorb(checkpoint, layer, device, writer)
             layers.append(stored)
@@ -117,6 +122,11 @@ def _absorb(
     spec, stored = layer.spec, {}
     operands, sources = read_operands(checkpoint, layer, device)
     for key, planned in layer.tensors.items():
+        if planned.scheme is not None:
+            stored[key], parts = code_tensor(checkpoint, operands, spec, key, planned)
+            for name, part in parts.items():
+                writer.write(name, part)
+            continue
         rounding = Rounding(planned.name)
         # Handed on without a name: one side's tensor is gone before the other's is made.
         writer.write(planned.name, make_whole(operands, spec.geometry, key, planned.dtype, rounding))

@@ -13,7 +13,7 @@ from mla_convert.absorption import Form, SideReads, reads
 from mla_convert.checkpoint import Checkpoint
 from mla_convert.destination import CARD
 from mla_convert.formats import plain
-from mla_convert.manifest import StoredLayer, StoredTensor
+from mla_convert.manifest import StoredLayer, StoredTensor, quantization_of
 from mla_convert.recipe import PlannedLayer
 
 
@@ -30,13 +30,38 @@ class SideReport:
 
 
 @dataclasses.dataclass(frozen=True)
+class TensorReport:
+    """A coded weight: how, what that cost against its float32 numbers, and its bytes with and without.
+
+    ``relative_error`` is the norm of the difference over the norm, ``signal_to_noise`` the same in decibels (None where
+    nothing was lost); ``rounding`` says how the codes were chosen.
+    """
+
+    name: str
+    scheme: str
+    rounding: str
+    relative_error: float
+    largest_error: float
+    signal_to_noise: float | None
+    bytes: int
+    plain_bytes: int
+
+    def row(self) -> list[str]:
+        """Cells for people."""
+        noise = "lossless" if self.signal_to_noise is None else f"{self.signal_to_noise:.1f} dB"
+        error = f"{self.relative_error:.2e}"
+        return [self.name, self.scheme, self.rounding, error, noise, f"{self.bytes:,}", f"{self.plain_bytes:,}"]
+
+
+@dataclasses.dataclass(frozen=True)
 class ConversionReport:
     """What a conversion did, or would do when ``dry_run``.
 
     ``out`` is the folder that the files are in. ``bytes_in`` counts the source tensors as stored, ``bytes_out`` the
     data of the stored ones. ``largest_error`` is the largest rounding error of any tensor, relative to its largest
     magnitude, and ``largest_error_tensor`` that tensor's name; 0 and None where every tensor is an exact slice, and
-    None and None for a dry run.
+    None and None for a dry run. ``quantization`` is in compressed-tensors' terms, and ``tensors`` has the figures of
+    every coded weight.
     """
 
     source: str
@@ -53,10 +78,17 @@ class ConversionReport:
     files: tuple[str, ...]
     notes: tuple[str, ...]
     dry_run: bool = False
+    quantization: dict[str, Any] | None = None
+    tensors: tuple[TensorReport, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
         return dataclasses.asdict(self)
+
+    def tensor_rows(self) -> tuple[list[str], list[list[str]]]:
+        """Columns and rows of a table of the coded weights."""
+        columns = ["weight", "codes", "rounding", "relative error", "signal to noise", "bytes", "plain"]
+        return columns, [tensor.row() for tensor in self.tensors]
 
 
 def make_report(
@@ -86,6 +118,21 @@ def make_report(
         files=files,
         notes=tuple(_notes(checkpoint, folder, stored, files)),
         dry_run=stored is None,
+        quantization=quantization_of(tensors),
+        tensors=tuple(_tensor(tensor) for tensor in done if tensor.scheme is not None),
+    )
+
+
+def _tensor(tensor: StoredTensor) -> TensorReport:
+    return TensorReport(
+        name=tensor.name,
+        scheme=str(tensor.scheme),
+        rounding=tensor.rounding,
+        relative_error=tensor.frobenius_error,
+        largest_error=tensor.largest_error,
+        signal_to_noise=tensor.signal_to_noise if tensor.frobenius_error else None,
+        bytes=tensor.nbytes,
+        plain_bytes=dataclasses.replace(tensor, scheme=None).nbytes,
     )
 
 
@@ -97,6 +144,12 @@ def _notes(
         yield f"layer {numbers}, for multi-token prediction, is absorbed too"
     if checkpoint.quantization is not None:
         yield "FP8 blocks of the source were dequantized in float32 and the result rounded once"
+    sliced = [tensor for layer in stored or () for tensor in layer.tensors.values() if tensor.rounding == "sliced"]
+    if sliced:
+        yield (
+            f"the FP8 blocks of the source line up with the slices of kv_b_proj: the codes and scales of {len(sliced)} "
+            "tensors are the source's own, without loss"
+        )
     if stored is not None and CARD not in files:
         yield f"{folder} already has a {CARD}; it was left as it is, and no model card was written"
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -19,6 +19,8 @@ from mla_convert import version
 from mla_convert.absorption import Form, Reads, reads
 from mla_convert.formats import plain
 from mla_convert.geometry import MLAGeometry
+from mla_convert.quantization import signal_to_noise
+from mla_convert.schemes import Scheme, quantization_config
 
 FORMAT_VERSION = 1
 
@@ -48,11 +50,27 @@ def stored_shape(key: str, g: MLAGeometry) -> tuple[int, int]:
 
 
 @dataclasses.dataclass(frozen=True)
+class StoredPart:
+    """One tensor of a file: an absorbed weight as it is, or the codes, the scales or the shape of a coded one."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its data."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+@dataclasses.dataclass(frozen=True)
 class StoredTensor:
-    """One stored tensor, and what rounding it cost against its float32 (or wider) reference.
+    """One stored weight, and what rounding it cost against its float32 (or wider) reference.
 
     ``largest_error`` is the largest difference over the largest magnitude, ``frobenius_error`` the norm of the
-    difference over the norm; both are 0 for exact slices.
+    difference over the norm; both are 0 for exact slices. A coded weight has a ``scheme`` and says in ``rounding`` how
+    its codes were chosen: "nearest", "sliced" (taken over from the source), or the name of a calibrated choice; its
+    ``shape`` is the weight's, its ``dtype`` what it would be stored in if it were not coded.
     """
 
     name: str
@@ -60,11 +78,26 @@ class StoredTensor:
     dtype: torch.dtype
     largest_error: float = 0.0
     frobenius_error: float = 0.0
+    scheme: Scheme | None = None
+    rounding: str = "nearest"
+
+    @property
+    def parts(self) -> tuple[StoredPart, ...]:
+        """What the files hold of it."""
+        if self.scheme is None:
+            return (StoredPart(self.name, self.shape, self.dtype),)
+        module = self.name.removesuffix("weight")
+        return tuple(StoredPart(module + word, *planned) for word, planned in self.scheme.parts(self.shape).items())
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its data."""
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
+        """Bytes of its data, scales included."""
+        return sum(part.nbytes for part in self.parts)
+
+    @property
+    def signal_to_noise(self) -> float:
+        """−20·log10 of ``frobenius_error``, in decibels; infinite where nothing was lost."""
+        return signal_to_noise(self.frobenius_error)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,18 +154,22 @@ class Source:
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """Everything that is known of a set of absorbed weights. ``quantization`` is None in this version."""
+    """Everything that is known of a set of absorbed weights. ``dtype`` is that of weights which are not coded."""
 
     source: Source
     layers: tuple[StoredLayer, ...]
     dtype: str
-    quantization: None = None
     format_version: int = FORMAT_VERSION
     tool_version: str = version.__version__
 
     @property
+    def quantization(self) -> dict[str, Any] | None:
+        """``quantization_config`` in compressed-tensors' terms; None where nothing is coded."""
+        return quantization_of(self.tensors.values())
+
+    @property
     def tensors(self) -> dict[str, StoredTensor]:
-        """Every stored tensor by its full name, in the order of the files."""
+        """Every stored weight by its full name, in the order of the files."""
         return {tensor.name: tensor for layer in self.layers for tensor in layer.tensors.values()}
 
     def to_json(self) -> str:
@@ -156,24 +193,34 @@ class Manifest:
         }
 
 
+def quantization_of(tensors: Iterable[StoredTensor]) -> dict[str, Any] | None:
+    """``quantization_config`` in compressed-tensors' terms for what is coded among ``tensors``; None for nothing."""
+    coded = {tensor.name.split(".")[-2]: tensor.scheme for tensor in tensors if tensor.scheme is not None}
+    return quantization_config(coded) if coded else None
+
+
 def _layer_to_dict(layer: StoredLayer) -> dict[str, Any]:
     return {
         "index": layer.index,
         "geometry": dataclasses.asdict(layer.geometry),
         "forms": {"qk": layer.qk, "vo": layer.vo},
         "numbers_read_per_step": dataclasses.asdict(layer.reads),
-        "tensors": {
-            key: {
-                "name": tensor.name,
-                "shape": list(tensor.shape),
-                "dtype": plain(tensor.dtype),
-                "largest_error": tensor.largest_error,
-                "frobenius_error": tensor.frobenius_error,
-            }
-            for key, tensor in layer.tensors.items()
-        },
+        "tensors": {key: _tensor_to_dict(tensor) for key, tensor in layer.tensors.items()},
         "sources": list(layer.sources),
     }
+
+
+def _tensor_to_dict(tensor: StoredTensor) -> dict[str, Any]:
+    entry: dict[str, Any] = {
+        "name": tensor.name,
+        "shape": list(tensor.shape),
+        "dtype": plain(tensor.dtype),
+        "largest_error": tensor.largest_error,
+        "frobenius_error": tensor.frobenius_error,
+    }
+    if tensor.scheme is not None:
+        entry["quantization"] = tensor.scheme.to_dict() | {"rounding": tensor.rounding}
+    return entry
 
 
 def _source_to_dict(tensor: SourceTensor) -> dict[str, Any]:

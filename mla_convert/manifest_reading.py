@@ -21,6 +21,7 @@ from mla_convert.manifest import (
     StoredTensor,
     stored_shape,
 )
+from mla_convert.schemes import Scheme, all_schemes
 from mla_convert.shards import parse_json
 
 _AGAIN = "convert the source again into a new folder"
@@ -42,10 +43,8 @@ def read_manifest(text: bytes, *, where: str) -> Manifest:
             f"{FORMAT_VERSION}: update mla_convert, or {_AGAIN}"
         )
     source = _take(found, "source", dict, where)
-    if found.get("quantization") is not None:
-        raise SidecarError(f"{where}: quantized absorbed weights; this version reads plain ones: {_AGAIN}")
     tensors = _take(source, "tensors", dict, where)
-    return Manifest(
+    manifest = Manifest(
         source=Source(
             model_type=_take(source, "model_type", str, where),
             layout=_take(source, "layout", str, where),
@@ -56,6 +55,12 @@ def read_manifest(text: bytes, *, where: str) -> Manifest:
         dtype=_take(found, "dtype", str, where),
         tool_version=_take(found, "tool_version", str, where),
     )
+    if found.get("quantization") != manifest.quantization:
+        raise SidecarError(
+            f"{where} has a quantization that is not that of its tensors; the manifest is damaged, or of a mixture "
+            f"that this version does not know: {_AGAIN}"
+        )
+    return manifest
 
 
 def _layer_from_dict(entry: Any, where: str) -> StoredLayer:
@@ -67,20 +72,36 @@ def _layer_from_dict(entry: Any, where: str) -> StoredLayer:
         geometry=_geometry(_take(entry, "geometry", dict, where), where),
         qk=_choice(forms, "qk", {form: form for form in FORMS}, where),
         vo=_choice(forms, "vo", {form: form for form in FORMS}, where),
-        tensors={
-            key: StoredTensor(
-                name=_take(tensor, "name", str, where),
-                shape=_shape(tensor, where),
-                dtype=_choice(tensor, "dtype", _DTYPES, where),
-                largest_error=_take(tensor, "largest_error", float, where),
-                frobenius_error=_take(tensor, "frobenius_error", float, where),
-            )
-            for key, tensor in _take(entry, "tensors", dict, where).items()
-        },
+        tensors={key: _tensor_from_dict(tensor, where) for key, tensor in _take(entry, "tensors", dict, where).items()},
         sources=tuple(str(name) for name in _take(entry, "sources", list, where)),
     )
     _check_layer(layer, where)
     return layer
+
+
+def _tensor_from_dict(entry: Any, where: str) -> StoredTensor:
+    name = _take(entry, "name", str, where)
+    tensor = StoredTensor(
+        name=name,
+        shape=_shape(entry, where),
+        dtype=_choice(entry, "dtype", _DTYPES, where),
+        largest_error=_take(entry, "largest_error", float, where),
+        frobenius_error=_take(entry, "frobenius_error", float, where),
+    )
+    if "quantization" not in entry:
+        return tensor
+    coded = _take(entry, "quantization", dict, where)
+    scheme = _scheme(coded, f"{where}, {name}")
+    return dataclasses.replace(tensor, scheme=scheme, rounding=_take(coded, "rounding", str, where))
+
+
+def _scheme(coded: dict[str, Any], where: str) -> Scheme:
+    plain_values = {key: coded.get(key) for key in ("kind", "block")}
+    for scheme in all_schemes():
+        if scheme.to_dict() == plain_values:
+            return scheme
+    known = ", ".join(map(str, all_schemes()))
+    raise SidecarError(f"{where} is quantized as {plain_values}; known are {known}: {_AGAIN}")
 
 
 def _check_layer(layer: StoredLayer, where: str) -> None:

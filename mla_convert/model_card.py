@@ -34,7 +34,7 @@ mla_convert.patch(model, "OUT")  # OUT: this folder
 
 ## What is stored
 
-{layers} layers, stored in {dtype}, not quantized. "Numbers read" are the weights of one side that one decode step
+{layers} layers, stored in {dtype}, {coded}. "Numbers read" are the weights of one side that one decode step
 reads, over all layers, in thousands of numbers.
 
 | side | form | numbers read, factored | numbers read, fused | largest rounding error | in the Frobenius norm |
@@ -64,11 +64,25 @@ def model_card(manifest: Manifest, raw_config: Mapping[str, Any]) -> str:
         model_type=manifest.source.model_type,
         layers=len(manifest.layers),
         dtype=manifest.dtype if manifest.dtype != "mixed" else "the dtypes that the manifest lists",
+        coded=_coded(manifest),
         rows="\n".join(_rows(manifest.layers)),
         version=manifest.tool_version,
         layout=manifest.source.layout,
         quantized=" with FP8 blocks, dequantized in float32" if quantized else "",
     )
+
+
+def _coded(manifest: Manifest) -> str:
+    """Which modules are quantized and how."""
+    coded = {
+        (tensor.name.split(".")[-2], str(tensor.scheme)): None
+        for tensor in manifest.tensors.values()
+        if tensor.scheme is not None
+    }
+    if not coded:
+        return "not quantized"
+    which = ", ".join(f"`{module}` {scheme}" for module, scheme in coded)
+    return f"quantized with the names and the packing of compressed-tensors: {which}"
 
 
 def _base_model(raw_config: Mapping[str, Any]) -> str | None:

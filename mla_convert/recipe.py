@@ -14,10 +14,12 @@ from mla_convert.checkpoint import Checkpoint
 from mla_convert.errors import FormatError, UsageError
 from mla_convert.formats import plain
 from mla_convert.manifest import KEYS, SUFFIXES, StoredTensor, stored_shape
+from mla_convert.schemes import Scheme
 
 Side = Literal["qk", "vo"]
 SIDES: tuple[Side, ...] = ("qk", "vo")
 SIDE_NAMES = {"qk": "key side", "vo": "value side"}
+NOT_CODED: Mapping[Side, Scheme | None] = {"qk": None, "vo": None}
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -41,26 +43,35 @@ class PlannedLayer:
 
 
 def plan_layers(
-    checkpoint: Checkpoint, wanted: Mapping[Side, str], dtype: torch.dtype | None
+    checkpoint: Checkpoint,
+    wanted: Mapping[Side, str],
+    dtype: torch.dtype | None,
+    schemes: Mapping[Side, Scheme | None] = NOT_CODED,
 ) -> tuple[PlannedLayer, ...]:
     """What will be stored for every layer, those for multi-token prediction included; reads no data.
 
-    ``wanted`` maps ``qk`` and ``vo`` to ``factored``, ``fused`` or ``auto``; ``dtype`` None is the source's. UsageError
-    where a family's side may not be fused and is asked to be.
+    ``wanted`` maps ``qk`` and ``vo`` to ``factored``, ``fused`` or ``auto``, and ``schemes`` to how the side is coded;
+    ``dtype`` None is the source's. UsageError where a family's side may not be fused and is asked to be, and where a
+    weight does not divide into a scheme's groups.
     """
     specs = (*checkpoint.layers, *checkpoint.extra_layers)
-    return tuple(_plan_layer(checkpoint, spec, wanted, dtype) for spec in specs)
+    return tuple(_plan_layer(checkpoint, spec, wanted, dtype, schemes) for spec in specs)
 
 
 def _plan_layer(
-    checkpoint: Checkpoint, spec: LayerSpec, wanted: Mapping[Side, str], dtype: torch.dtype | None
+    checkpoint: Checkpoint,
+    spec: LayerSpec,
+    wanted: Mapping[Side, str],
+    dtype: torch.dtype | None,
+    schemes: Mapping[Side, Scheme | None],
 ) -> PlannedLayer:
     best = choose_form(spec.geometry)
     forms = Forms(
         qk=_choose("qk", wanted["qk"], best.qk, spec.family), vo=_choose("vo", wanted["vo"], best.vo, spec.family)
     )
     tensors = {}
-    for side, form, other in (("qk", forms.qk, spec.query), ("vo", forms.vo, spec.o)):
+    sides: tuple[tuple[Side, Form, str], ...] = (("qk", forms.qk, spec.query), ("vo", forms.vo, spec.o))
+    for side, form, other in sides:
         key = KEYS[side, form]
         source_dtype = checkpoint.source_dtype(spec.kv_b)
         if form == "fused":
@@ -71,7 +82,10 @@ def _plan_layer(
                 f"{', '.join(map(plain, FLOAT_DTYPES))}: take the checkpoint in one of these forms"
             )
         name = f"{spec.prefix}.{SUFFIXES[key]}"
-        tensors[key] = StoredTensor(name, stored_shape(key, spec.geometry), dtype or source_dtype)
+        shape, scheme = stored_shape(key, spec.geometry), schemes[side]
+        if scheme is not None:
+            scheme.check(name, shape)
+        tensors[key] = StoredTensor(name, shape, dtype or source_dtype, scheme=scheme)
     return PlannedLayer(spec, forms, tensors)
 
 
@@ -123,16 +137,6 @@ def parse_device(given: str | torch.device) -> torch.device:
         raise UsageError(
             f"device {str(given)!r} cannot be used here ({reason}); use cpu, or one that is there"
         ) from error
-
-
-def refuse_later_options(**options: object) -> None:
-    """UsageError where one of the options that ask for quantized weights is given."""
-    for name, value in options.items():
-        if value is not None:
-            raise UsageError(
-                f"{name}={value!r}: this version stores plain weights only, in dtype=source, bfloat16, float16 or "
-                "float32; leave it out"
-            )
 
 
 def check_options(target: str, workers: int | None, max_shard_bytes: int) -> None:

@@ -15,9 +15,10 @@ from mla_convert.destination import FOLDER, INCOMPLETE, INDEX, MANIFEST, tidy
 from mla_convert.errors import CheckpointError, MismatchError, SidecarError
 from mla_convert.formats import count_nonfinite, plain
 from mla_convert.geometry import MLAGeometry
-from mla_convert.manifest import Manifest, SourceTensor, StoredLayer
+from mla_convert.manifest import Manifest, SourceTensor, StoredLayer, StoredPart
 from mla_convert.manifest_reading import read_manifest
 from mla_convert.paths import path_of, reading
+from mla_convert.quantization import Quantized
 from mla_convert.shards import Piece, parse_json, read_header, read_piece
 
 _AGAIN = "convert the source again into a new folder"
@@ -64,31 +65,43 @@ class AbsorbedCheckpoint:
         return name in self.manifest.tensors
 
     def names(self) -> list[str]:
-        """Names of all stored tensors, in the order of the files."""
+        """Names of all stored weights, in the order of the files; a coded one counts once."""
         return list(self.manifest.tensors)
 
     def read(self, name: str) -> Tensor:
-        """One tensor in its stored dtype, in memory of its own. SidecarError where it is not finite or not there."""
+        """One weight in its stored dtype (float32, if it is coded). SidecarError where it is damaged or not there."""
+        stored = self.read_stored(name)
+        return stored.dequantize() if isinstance(stored, Quantized) else stored
+
+    def read_stored(self, name: str) -> Tensor | Quantized:
+        """One weight as it is stored, in memory of its own; otherwise as :meth:`read`."""
         if name not in self.manifest.tensors:
             near = difflib.get_close_matches(name, self.manifest.tensors, n=1)
             raise SidecarError(f"{self.path} has no tensor {name}{f'; did you mean {near[0]}?' if near else ''}")
+        tensor = self.manifest.tensors[name]
+        found = {part.name.rpartition(".")[2]: self._read_part(part) for part in tensor.parts}
+        if tensor.scheme is None:
+            return found["weight"]
+        return Quantized.from_parts(name, found, tensor.scheme, tensor.shape)
+
+    def _read_part(self, part: StoredPart) -> Tensor:
         try:
-            tensor = read_piece(self._pieces[name])
+            tensor = read_piece(self._pieces[part.name])
         except (CheckpointError, OSError) as error:
             raise SidecarError(f"{self.path}: {error}; {_AGAIN}") from error
         bad = count_nonfinite(tensor)
         if bad:
             raise SidecarError(
-                f"{name} in {self._pieces[name].file} has {bad} NaN or infinite values (of {tensor.numel()}); the file "
-                f"is damaged, {_AGAIN}"
+                f"{part.name} in {self._pieces[part.name].file} has {bad} NaN or infinite values (of "
+                f"{tensor.numel()}); the file is damaged, {_AGAIN}"
             )
         return tensor
 
-    def layer_tensors(self, index: int) -> dict[str, Tensor]:
+    def layer_tensors(self, index: int) -> dict[str, Tensor | Quantized]:
         """One layer: ``k_b`` [H·N, C] or ``qk`` [H·(C + R), Q], and ``v_b`` [H·V, C] or ``ov`` [D, H·C]."""
         if index not in self.layers:
             raise SidecarError(f"{self.path} has no layer {index}; it has {', '.join(map(str, self.layers))}")
-        return {key: self.read(tensor.name) for key, tensor in self.layers[index].tensors.items()}
+        return {key: self.read_stored(tensor.name) for key, tensor in self.layers[index].tensors.items()}
 
     def check_source(self, checkpoint: Checkpoint) -> None:
         """MismatchError, naming layer and tensor, unless the weights were made from exactly this checkpoint.
@@ -144,14 +157,14 @@ class AbsorbedCheckpoint:
         )
 
     def _check_headers(self) -> None:
-        for name, tensor in self.manifest.tensors.items():
-            if name not in self._pieces:
-                raise SidecarError(f"{self.path}: {name} is in {MANIFEST} and not in {INDEX}; {_AGAIN}")
-            piece = self._pieces[name]
-            if (piece.shape, piece.dtype) != (tensor.shape, tensor.dtype):
+        for part in (part for tensor in self.manifest.tensors.values() for part in tensor.parts):
+            if part.name not in self._pieces:
+                raise SidecarError(f"{self.path}: {part.name} is in {MANIFEST} and not in {INDEX}; {_AGAIN}")
+            piece = self._pieces[part.name]
+            if (piece.shape, piece.dtype) != (part.shape, part.dtype):
                 raise SidecarError(
-                    f"{name} in {piece.file} is {plain(piece.dtype)} {list(piece.shape)}; {MANIFEST} says "
-                    f"{plain(tensor.dtype)} {list(tensor.shape)}: the files are of different runs, {_AGAIN}"
+                    f"{part.name} in {piece.file} is {plain(piece.dtype)} {list(piece.shape)}; {MANIFEST} says "
+                    f"{plain(part.dtype)} {list(part.shape)}: the files are of different runs, {_AGAIN}"
                 )
 
 

@@ -37,17 +37,26 @@ from mla_convert.destination import (
     remove_temporary,
 )
 from mla_convert.errors import UsageError
-from mla_convert.manifest import StoredTensor
+from mla_convert.manifest import StoredPart
 
 MAX_SHARD_BYTES = 5_000_000_000
 
-_CODES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+_CODES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int8: "I8",
+}
 _PIECE = 1 << 26
 
 
-def plan_shards(tensors: Iterable[StoredTensor], max_bytes: int) -> list[list[StoredTensor]]:
+def plan_shards(tensors: Iterable[StoredPart], max_bytes: int) -> list[list[StoredPart]]:
     """Split tensors, in order, into shards of at most ``max_bytes`` of data; a larger tensor gets one of its own."""
-    shards: list[list[StoredTensor]] = []
+    shards: list[list[StoredPart]] = []
     room = 0
     for tensor in tensors:
         if not shards or tensor.nbytes > room:
@@ -67,7 +76,7 @@ class SidecarWriter:
     """
 
     def __init__(
-        self, folder: pathlib.Path, tensors: Sequence[StoredTensor], *, max_shard_bytes: int = MAX_SHARD_BYTES
+        self, folder: pathlib.Path, tensors: Sequence[StoredPart], *, max_shard_bytes: int = MAX_SHARD_BYTES
     ) -> None:
         self.folder = folder
         self._shards = plan_shards(tensors, max_shard_bytes)
@@ -187,7 +196,7 @@ def _remove_empty(folders: Iterable[pathlib.Path]) -> None:
             folder.rmdir()
 
 
-def _header(tensors: Iterable[StoredTensor]) -> bytes:
+def _header(tensors: Iterable[StoredPart]) -> bytes:
     """The beginning of a safetensors file of these tensors: length, JSON, spaces up to a multiple of 8."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0

@@ -17,11 +17,13 @@ from torch import Tensor
 from mla_convert.absorption import Forms
 from mla_convert.belonging import Comparison, compare_factored, compare_fused_ov, compare_fused_qk
 from mla_convert.checkpoint import tensor_digest
+from mla_convert.coded_belonging import compare_coded
 from mla_convert.errors import MismatchError, SidecarError, UsageError
 from mla_convert.formats import plain
 from mla_convert.manifest import SourceTensor, StoredLayer
 from mla_convert.patches.sources import effective_weight
 from mla_convert.patches.weights import Stored, module_geometry, query_name
+from mla_convert.quantization import Quantized
 from mla_convert.storage import AbsorbedCheckpoint
 
 
@@ -65,7 +67,7 @@ class Sidecar:
         self._check(index, layer, module, tensors)
         return Stored(Forms(layer.qk, layer.vo), qk, vo)
 
-    def _check(self, index: int, layer: StoredLayer, module: Any, tensors: dict[str, Tensor]) -> None:
+    def _check(self, index: int, layer: StoredLayer, module: Any, tensors: dict[str, Tensor | Quantized]) -> None:
         cast: list[SourceTensor] = []
         for source in self._sources(index, layer):
             part = source.name.split(".")[-2]
@@ -102,25 +104,42 @@ class Sidecar:
         return [self.store.manifest.source.tensors[name] for name in layer.sources]
 
     def _worst(
-        self, layer: StoredLayer, module: Any, tensors: dict[str, Tensor], cast: SourceTensor | None
+        self, layer: StoredLayer, module: Any, tensors: dict[str, Tensor | Quantized], cast: SourceTensor | None
     ) -> Comparison:
         g = layer.geometry
         # Only what was dequantized has been rounded to the source's dtype between the source and the model.
         dtype = cast.source_dtype if cast is not None and cast.quantized else None
-        exact = all(layer.tensors[key].largest_error == 0 for key in ("k_b", "v_b") if key in tensors)
+        found = self._coded(layer, module, tensors, cast)
+        uncoded = {key: tensor for key, tensor in tensors.items() if isinstance(tensor, Tensor)}
+        exact = all(layer.tensors[key].largest_error == 0 for key in ("k_b", "v_b") if key in uncoded)
         kv_b = effective_weight("kv_b_proj", module.kv_b_proj)
-        found = []
-        if "k_b" in tensors or "v_b" in tensors:
-            rows = tensors.get("k_b"), tensors.get("v_b")
+        if "k_b" in uncoded or "v_b" in uncoded:
+            rows = uncoded.get("k_b"), uncoded.get("v_b")
             found.append(compare_factored(*rows, kv_b, g, source_dtype=dtype, stored_exactly=exact))
-        if "qk" in tensors:
+        if "qk" in uncoded:
             name = query_name(module)
             query = effective_weight(name, getattr(module, name))
-            found.append(compare_fused_qk(tensors["qk"], kv_b, query, g, source_dtype=dtype))
-        if "ov" in tensors:
+            found.append(compare_fused_qk(uncoded["qk"], kv_b, query, g, source_dtype=dtype))
+        if "ov" in uncoded:
             o = effective_weight("o_proj", module.o_proj)
-            found.append(compare_fused_ov(tensors["ov"], kv_b, o, g, source_dtype=dtype))
+            found.append(compare_fused_ov(uncoded["ov"], kv_b, o, g, source_dtype=dtype))
         return max(found, key=lambda comparison: comparison.excess)
+
+    @staticmethod
+    def _coded(
+        layer: StoredLayer, module: Any, tensors: dict[str, Tensor | Quantized], cast: SourceTensor | None
+    ) -> list[Comparison]:
+        kv_b = effective_weight("kv_b_proj", module.kv_b_proj)
+        casts = [] if cast is None else [kv_b.dtype]
+        if cast is not None and cast.quantized:
+            casts.append(cast.source_dtype)
+        others = {"qk": query_name(module), "ov": "o_proj"}
+        found = []
+        for key, tensor in tensors.items():
+            if isinstance(tensor, Quantized):
+                other = effective_weight(others[key], getattr(module, others[key])) if key in others else None
+                found.append(compare_coded(key, tensor, layer.tensors[key], (kv_b, other), layer.geometry, casts))
+        return found
 
     def _too_far(self, index: int, cast: list[SourceTensor], found: Comparison) -> str:
         names = ", ".join(source.name for source in cast)

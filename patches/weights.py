@@ -17,6 +17,7 @@ from mla_convert.absorption import FLOAT_DTYPES, Forms, fuse_ov, fuse_qk, split_
 from mla_convert.errors import PatchError, StaleWeightsError
 from mla_convert.geometry import MLAGeometry
 from mla_convert.patches.sources import Owner, Source, effective_weight, shape_of
+from mla_convert.quantization import Quantized
 
 
 def query_name(module: Owner) -> str:
@@ -54,8 +55,8 @@ class Stored:
     """Absorbed weights of one layer as they are kept on disk: [H·N, C] or [H·(C+R), Q], and [H·V, C] or [D, H·C]."""
 
     forms: Forms
-    qk: Tensor
-    vo: Tensor
+    qk: Tensor | Quantized
+    vo: Tensor | Quantized
 
 
 class AbsorbedWeights(nn.Module):
@@ -121,7 +122,8 @@ class AbsorbedWeights(nn.Module):
         """Use ``stored`` weights, in ``owner``'s dtype and on its device."""
         g = self.geometry
         device, self.dtype = self.sources[0].device, weight_dtype(owner)
-        qk, vo = (t.to(device=device, dtype=self.dtype) for t in (stored.qk, stored.vo))
+        numbers = [t.dequantize() if isinstance(t, Quantized) else t for t in (stored.qk, stored.vo)]
+        qk, vo = (t.to(device=device, dtype=self.dtype) for t in numbers)
         if self.forms.qk == "fused":
             self._keep("qk_absorbed", qk)
         else:

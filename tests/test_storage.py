@@ -184,7 +184,7 @@ SPOILED: dict[str, tuple[Callable[[pathlib.Path], object], str]] = {
     "newer": (edit_manifest(lambda m: m.update(format_version=2, tool_version="9.1")), "version 2 .* 9.1.* update"),
     "version as text": (edit_manifest(lambda m: m.update(format_version="1")), "no int under 'format_version'"),
     "version true": (edit_manifest(lambda m: m.update(format_version=True)), "no int under 'format_version'"),
-    "quantized": (edit_manifest(lambda m: m.update(quantization={"bits": 4})), "quantized absorbed weights"),
+    "quantized": (edit_manifest(lambda m: m.update(quantization={"bits": 4})), "quantization that is not that of its"),
     "no layers": (edit_manifest(lambda m: m.pop("layers")), "no list under 'layers'"),
     "unknown form": (edit_manifest(lambda m: m["layers"][1]["forms"].update(qk="half")), "layer 1 has qk = 'half'"),
     "form of another": (edit_manifest(lambda m: m["layers"][1]["forms"].update(qk="fused")), "layer 1 lists tensors"),
