@@ -25,6 +25,16 @@ def is_lora(linear: Projection) -> bool:
     return _LORA in kinds(linear)
 
 
+def adds(linear: Projection) -> bool:
+    """Whether adapters add to a projection's weight as things stand."""
+    return is_lora(linear) and bool(_counting(linear))
+
+
+def unwrapped(model: Any) -> Any:
+    """The transformers model inside a ``PeftModel``; any other as it is."""
+    return model.get_base_model() if "peft.peft_model.PeftModel" in kinds(model) else model
+
+
 def lora_reader(find: Find) -> Reader:
     """The row for projections with LoRA adapters, whatever is below them."""
     return Reader(

@@ -16,7 +16,9 @@ from mla_convert.absorption import Form, Forms, choose_form
 from mla_convert.architectures import FAMILIES, Family
 from mla_convert.errors import PatchError, UnsupportedModelError, UsageError
 from mla_convert.kernels.dispatch import choose_backend, describe_backend, warm_up
+from mla_convert.patches.adapters import unwrapped
 from mla_convert.patches.attention import PREFIX, begin_call, end_call, passed_through, registered_name
+from mla_convert.patches.forms import PLAIN
 from mla_convert.patches.fused import FusedOutput, FusedQuery
 from mla_convert.patches.layer import ATTRIBUTE, AbsorbedLayer, Options, layer_of
 from mla_convert.patches.sidecar import Asked, Sidecar
@@ -89,7 +91,7 @@ class PatchHandle:
             family=state.family,
             qk_form="/".join(sorted({layer.forms.qk for layer in layers})),
             vo_form="/".join(sorted({layer.forms.vo for layer in layers})),
-            weights_from=state.sidecar or "the model itself",
+            weights_from=state.sidecar or _read_through(layers),
             backend=describe_backend(state.options.backend, device),
             prefill_threshold=state.options.prefill_threshold,
             cache=state.options.cache,
@@ -135,7 +137,7 @@ def patch(
     """Make ``model`` decode in latent space, in place; ``generate()`` and all else go on as before.
 
     Args:
-        model: a transformers model with MLA attention, weights loaded.
+        model: a transformers model with MLA attention, weights loaded; or PEFT's model around one.
         absorbed: a folder that ``convert`` wrote (or the source folder that holds one); None derives the
             absorbed weights from the model's own.
         form: "factored", "fused", or "auto": for each side the form that reads fewer numbers per step.
@@ -155,6 +157,7 @@ def patch(
         UsageError: arguments that are not known, or contradict the sidecar.
     """
     check_transformers()
+    model = unwrapped(model)
     asked = Asked(**parse_forms(form, qk, vo))
     options = _options(model, backend, prefill_threshold, cache)
     modules = attention_modules(model)
@@ -185,9 +188,11 @@ def unpatch(model: PreTrainedModel) -> None:
     Raises:
         PatchError: the model is not patched.
     """
+    model = unwrapped(model)
     state = _state_of(model)
     modules = [module for module in model.modules() if layer_of(module)]
-    present = (modules[0] if modules else model).config._attn_implementation
+    holder: Any = modules[0] if modules else model
+    present = holder.config._attn_implementation
     for module in modules:
         _uninstall(module)
     if present.startswith(PREFIX):
@@ -340,6 +345,11 @@ def _remove_hook(module: nn.Module, function: Any) -> None:
         for number in [number for number, hook in hooks.items() if hook is function]:
             for table in (hooks, *extras):
                 table.pop(number, None)
+
+
+def _read_through(layers: Sequence[AbsorbedLayer]) -> str:
+    forms = sorted({source.form for layer in layers for source in layer.sources} - {PLAIN.label})
+    return "the model itself" + (f", through {', '.join(forms)}" if forms else "")
 
 
 def _state_of(model: Any) -> PatchState:

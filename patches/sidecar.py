@@ -21,6 +21,7 @@ from mla_convert.coded_belonging import compare_coded
 from mla_convert.errors import MismatchError, SidecarError, UsageError
 from mla_convert.formats import plain
 from mla_convert.manifest import SourceTensor, StoredLayer
+from mla_convert.patches.adapters import adds
 from mla_convert.patches.sources import effective_weight
 from mla_convert.patches.weights import Stored, module_geometry, query_name
 from mla_convert.quantization import Quantized
@@ -71,6 +72,11 @@ class Sidecar:
         cast: list[SourceTensor] = []
         for source in self._sources(index, layer):
             part = source.name.split(".")[-2]
+            if adds(getattr(module, part)):
+                raise MismatchError(
+                    f"layer {index}: {part} of the model has active adapters, and {self.label} was made without them: "
+                    "merge them, save the model and convert it, or patch without a folder"
+                )
             weight = effective_weight(part, getattr(module, part))
             if source.quantized or plain(weight.dtype) != source.dtype:
                 cast.append(source)
