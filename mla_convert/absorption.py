@@ -150,6 +150,13 @@ class Rounding:
         self._largest_error = max(self._largest_error, _magnitude(error))
         self._squared_error += size * size
 
+    def add(self, other: Rounding) -> None:
+        """Take what another one has seen of the same tensor into this one."""
+        self._largest_error = max(self._largest_error, other._largest_error)
+        self._largest = max(self._largest, other._largest)
+        self._squared_error += other._squared_error
+        self._squared += other._squared
+
     @property
     def largest(self) -> float:
         """Largest error over the largest magnitude, of all blocks seen so far; 0 when nothing was rounded."""

@@ -135,29 +135,32 @@ def convert(
             metavar="N|row", help="int4: 32 (default), 64 or 128 columns; fp8: 128 (blocks of 128x128, default) or row."
         ),
     ] = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Threads of the pass; by default one for each core."),
+    ] = None,
+    device: Annotated[str, typer.Option(help="Where products are formed: cpu, cuda, ….")] = "cpu",
+    resume: Annotated[
+        bool, typer.Option("--resume/--no-resume", help="Go on with a run that was interrupted, or start afresh.")
+    ] = True,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check and plan everything, write nothing.")] = False,
     json: JsonTarget = None,
 ) -> None:
     """Precompute the absorbed weights of SOURCE and store them in OUT."""
-    output = console.Output(ctx.obj, json)
+    from mla_convert.ranks import launched
+
+    world = launched()
+    # Of several processes of one launch, only the first has something to say.
+    output = console.Output(ctx.obj, json) if world.leads else console.Output(console.Verbosity.QUIET)
     from mla_convert.conversion import convert as run
 
+    forms = {"form": form, "qk": qk, "vo": vo}
+    codes = {"quantize": quantize, "qk_bits": qk_bits, "vo_bits": vo_bits, "group_size": group_size}
+    options = {"dtype": dtype, "workers": workers, "device": device, "resume": resume, "dry_run": dry_run}
     with output.progress("layers") as progress:
-        report = run(
-            source,
-            out,
-            form=form,
-            qk=qk,
-            vo=vo,
-            dtype=dtype,
-            quantize=quantize,
-            qk_bits=qk_bits,
-            vo_bits=vo_bits,
-            group_size=group_size,
-            dry_run=dry_run,
-            progress=progress,
-        )
-    _show_conversion(output, report)
+        report = run(source, out, progress=progress, world=world, **forms, **codes, **options)  # type: ignore[arg-type]
+    if world.leads:
+        _show_conversion(output, report)
     output.json(report.to_dict())
 
 
@@ -170,6 +173,7 @@ def _show_conversion(output: console.Output, report: ConversionReport) -> None:
         "layers": f"{report.layers}",
         "read": format_bytes(report.bytes_in),
         "to be written" if report.dry_run else "written": f"{format_bytes(report.bytes_out)} in {report.dtype}",
+        "free on the disk": format_bytes(report.bytes_free),
         "time": f"{report.seconds:.2f} s",
     }
     if report.largest_error is not None:

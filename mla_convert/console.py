@@ -84,8 +84,8 @@ def error_boundary() -> Iterator[None]:
     """
     try:
         yield
-    except KeyboardInterrupt:
-        _fail("interrupted", EXIT_INTERRUPTED)
+    except KeyboardInterrupt as error:
+        _fail(": ".join(["interrupted", *map(str, error.args)]), EXIT_INTERRUPTED)
     except BrokenPipeError:
         _silence_standard_output()
         raise SystemExit(EXIT_BROKEN_PIPE) from None

@@ -11,7 +11,7 @@ import torch
 
 from mla_convert.absorption import Form, SideReads, reads
 from mla_convert.checkpoint import Checkpoint
-from mla_convert.destination import CARD
+from mla_convert.destination import CARD, free_space
 from mla_convert.formats import plain
 from mla_convert.manifest import StoredLayer, StoredTensor, quantization_of
 from mla_convert.recipe import PlannedLayer
@@ -58,10 +58,10 @@ class ConversionReport:
     """What a conversion did, or would do when ``dry_run``.
 
     ``out`` is the folder that the files are in. ``bytes_in`` counts the source tensors as stored, ``bytes_out`` the
-    data of the stored ones. ``largest_error`` is the largest rounding error of any tensor, relative to its largest
-    magnitude, and ``largest_error_tensor`` that tensor's name; 0 and None where every tensor is an exact slice, and
-    None and None for a dry run. ``quantization`` is in compressed-tensors' terms, and ``tensors`` has the figures of
-    every coded weight.
+    data of the stored ones, and ``bytes_free`` what the disk of ``out`` has left. ``largest_error`` is the largest
+    rounding error of any tensor, relative to its largest magnitude, and ``largest_error_tensor`` that tensor's name; 0
+    and None where every tensor is an exact slice, and None and None for a dry run. ``quantization`` is in
+    compressed-tensors' terms, and ``tensors`` has the figures of every coded weight.
     """
 
     source: str
@@ -72,6 +72,7 @@ class ConversionReport:
     vo: SideReport
     bytes_in: int
     bytes_out: int
+    bytes_free: int
     seconds: float
     largest_error: float | None
     largest_error_tensor: str | None
@@ -97,6 +98,7 @@ def make_report(
     folder: pathlib.Path,
     stored: Sequence[StoredLayer] | None,
     files: tuple[str, ...],
+    notes: Iterable[str],
     seconds: float,
 ) -> ConversionReport:
     """The report of a conversion of ``planned`` into ``folder``; ``stored`` is None for a dry run."""
@@ -110,13 +112,14 @@ def make_report(
         dtype=dtype_of(tensors),
         qk=_side([layer.forms.qk for layer in planned], [reads(layer.spec.geometry).qk for layer in planned]),
         vo=_side([layer.forms.vo for layer in planned], [reads(layer.spec.geometry).vo for layer in planned]),
-        bytes_in=sum(_stored_bytes(checkpoint, name) for layer in planned for name in layer.sources),
+        bytes_in=sum(stored_bytes(checkpoint, name) for layer in planned for name in layer.sources),
         bytes_out=sum(tensor.nbytes for tensor in tensors),
+        bytes_free=free_space(folder),
         seconds=seconds,
         largest_error=worst.largest_error if worst else None,
         largest_error_tensor=worst.name if worst and worst.largest_error else None,
         files=files,
-        notes=tuple(_notes(checkpoint, folder, stored, files)),
+        notes=(*_notes(checkpoint, folder, stored, files), *notes),
         dry_run=stored is None,
         quantization=quantization_of(tensors),
         tensors=tuple(_tensor(tensor) for tensor in done if tensor.scheme is not None),
@@ -162,7 +165,8 @@ def _side(forms: Sequence[Form], figures: Sequence[SideReads]) -> SideReport:
     )
 
 
-def _stored_bytes(checkpoint: Checkpoint, name: str) -> int:
+def stored_bytes(checkpoint: Checkpoint, name: str) -> int:
+    """Bytes of a source tensor as stored, with its scale."""
     names = [name] + [scale for scale in [checkpoint.scale_name(name)] if scale is not None]
     infos = [checkpoint.info(each) for each in names]
     return sum(torch.Size(info.shape).numel() * info.dtype.itemsize for info in infos)

@@ -1,62 +1,86 @@
-"""Where absorbed weights may be written, and what belongs to whom there.
-
-Holds the names of the files, the checks of a destination, and the remains of an interrupted run: the folder
-``.mla_absorbed.incomplete`` with its journal, from which the next run tells its own files from other people's.
-"""
+"""Where results may be written, and that nothing that is there is changed: names of files, and checks of a folder."""
 
 from __future__ import annotations
 
 import contextlib
-import json
+import dataclasses
 import os
 import pathlib
 import shutil
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
-from mla_convert.errors import SidecarError, UsageError
+from mla_convert.errors import OutputError, UsageError
 from mla_convert.paths import resolved
+from mla_convert.remains import INCOMPLETE, completed, read_renames, remove_temporary, stamp
 from mla_convert.units import format_bytes
 
 FOLDER = "mla_absorbed"
 MANIFEST = "mla_manifest.json"
 INDEX = "mla_absorbed.safetensors.index.json"
 CARD = "README.md"
-INCOMPLETE = ".mla_absorbed.incomplete"
+CONFIG = "config.json"
 SHARD = "mla_absorbed-{number:05d}-of-{total:05d}.safetensors"
 
-#: Inside the folder of an unfinished run: what is about to be renamed, and the ending of everything not yet renamed.
-JOURNAL = "journal.json"
-PART = ".part"
 _OURS = ("mla_absorbed-*.safetensors", INDEX, MANIFEST)
 
 
-def destination(source: pathlib.Path, out: pathlib.Path, *, dry_run: bool = False) -> pathlib.Path:
-    """The folder that absorbed weights of ``source`` go into when ``out`` is asked for; nothing is made there.
+@dataclasses.dataclass(frozen=True)
+class Goal:
+    """What is to stand in ``folder``: complete with the file ``marker``, which comes last.
 
-    ``out`` itself, or its subfolder ``mla_absorbed`` when it is the source. UsageError where it cannot take them: it is
-    a file or below one, holds another model, absorbed weights, or files under their names, or may not be written to.
+    ``whole`` says that it is a model's folder of its own, and not absorbed weights beside a model.
+    """
+
+    folder: pathlib.Path
+    marker: str = MANIFEST
+    whole: bool = False
+
+
+def destination(source: pathlib.Path, out: pathlib.Path, *, whole: bool = False, dry_run: bool = False) -> Goal:
+    """What results from ``source`` are to stand where, when ``out`` is asked for; nothing is made there.
+
+    Absorbed weights go into ``out`` itself, or its subfolder ``mla_absorbed`` when it is the source; a ``whole`` model
+    into a new or empty folder. UsageError where ``out`` cannot take them: it is a file or below one, holds another
+    model, absorbed weights, or files under their names, or may not be written to.
     """
     with disk_errors(out):
-        folder = resolved(out, "OUT")
-        if folder == source.resolve():
-            folder = folder / FOLDER
-        elif folder.is_dir() and (model := _model_file(folder)):
-            raise UsageError(
-                f"{out} holds a model ({model.name}), and not the one that is converted; supported are a new or empty "
-                "folder, or the source itself: choose another OUT"
-            )
-        _check_can_write(folder)
-        if folder.is_dir():
+        goal = _whole(source, out) if whole else _beside(source, out)
+        _check_can_write(goal.folder)
+        if goal.folder.is_dir():
             if not dry_run:
-                tidy(folder)
-            check_free_names(folder)
-        return folder
+                tidy(goal.folder, goal.marker)
+            check_free_names(goal)
+        return goal
+
+
+def _whole(source: pathlib.Path, out: pathlib.Path) -> Goal:
+    folder = resolved(out, "OUT")
+    if folder == source.resolve():
+        raise UsageError(f"OUT {out} is SOURCE itself, which is never changed; a whole model goes into a new folder")
+    return Goal(folder, CONFIG, whole=True)
+
+
+def _beside(source: pathlib.Path, out: pathlib.Path) -> Goal:
+    folder = resolved(out, "OUT")
+    if folder == source.resolve():
+        return Goal(folder / FOLDER)
+    if folder.is_dir() and (model := _model_file(folder)):
+        raise UsageError(
+            f"{out} holds a model ({model.name}), and not the one that is converted; supported are a new or empty "
+            "folder, or the source itself: choose another OUT"
+        )
+    return Goal(folder)
+
+
+def free_space(folder: pathlib.Path) -> int:
+    """Bytes free on the disk that ``folder`` is on, or will be."""
+    return shutil.disk_usage(_existing(folder)).free
 
 
 def check_space(folder: pathlib.Path, needed: int) -> None:
     """UsageError where the disk that ``folder`` is on (or will be) has fewer than ``needed`` bytes free."""
-    free = shutil.disk_usage(_existing(folder)).free
+    free = free_space(folder)
     if free < needed:
         raise UsageError(
             f"{folder} needs {format_bytes(needed)} and its disk has {format_bytes(free)} free; free some, or choose "
@@ -64,92 +88,52 @@ def check_space(folder: pathlib.Path, needed: int) -> None:
         )
 
 
-def remove_remains(folder: pathlib.Path) -> None:
-    """Remove what an interrupted run left in ``folder``: its own folder, and what it had given a final name.
-
-    A set of weights whose manifest is in place is complete and stays. UsageError where the temporary folder holds
-    files of somebody else.
-    """
-    temporary = folder / INCOMPLETE
-    if not temporary.is_dir():
-        return
-    if not (folder / MANIFEST).exists():
-        for name, (size, changed) in _read_journal(temporary).items():
-            final = folder / name
-            if not (temporary / (name + PART)).exists() and _stamp(final) == (size, changed):
-                final.unlink()
-    remove_temporary(temporary)
-
-
-def tidy(folder: pathlib.Path) -> None:
-    """Remove the temporary folder that a run left beside complete weights when it was killed after its last rename.
+def tidy(folder: pathlib.Path, marker: str = MANIFEST) -> None:
+    """Remove the temporary folder that a run left beside complete files when it was killed after its last rename.
 
     Where that can't be done (a disk that may not be written to, another conversion at work) it stays: it harms nothing.
     """
-    temporary = folder / INCOMPLETE
-    if not (temporary.is_dir() and (folder / MANIFEST).is_file()):
-        return
-    with contextlib.suppress(OSError, UsageError), locked(folder):
-        remove_temporary(temporary)
-
-
-def remove_temporary(temporary: pathlib.Path) -> None:
-    """Remove the folder of an unfinished run; UsageError where it holds files of somebody else."""
-    for file in temporary.iterdir():
-        if file.suffix == PART:
-            file.unlink()
-    # The journal goes after the files it tells about.
-    (temporary / JOURNAL).unlink(missing_ok=True)
-    try:
-        temporary.rmdir()
-    except OSError as error:
-        raise UsageError(f"{temporary} holds files that are not of an interrupted conversion; remove it") from error
-
-
-def journal(temporary: pathlib.Path, names: Iterable[str]) -> str:
-    """The text of the journal: the final names, and the stamps of the files that will get them."""
-    return json.dumps({name: _stamp(temporary / (name + PART)) for name in names})
-
-
-def _read_journal(temporary: pathlib.Path) -> dict[str, tuple[int, int]]:
-    """Names with their stamps; empty where the run ended before the journal was complete, so before any renaming."""
-    try:
-        entries = json.loads((temporary / JOURNAL).read_bytes())
-        return {name: (size, changed) for name, (size, changed) in entries.items() if "/" not in name}
-    except (FileNotFoundError, ValueError):
-        return {}
-
-
-def _stamp(file: pathlib.Path) -> tuple[int, int] | None:
-    """Size and time of change: renaming keeps both."""
-    try:
-        status = file.stat()
-    except FileNotFoundError:
-        return None
-    return status.st_size, status.st_mtime_ns
+    if completed(folder, marker):
+        with contextlib.suppress(OSError, UsageError), locked(folder):
+            remove_temporary(folder)
 
 
 def _model_file(folder: pathlib.Path) -> pathlib.Path | None:
     """A file that makes ``folder`` a model's folder, if there is one."""
-    patterns = ("config.json", "*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "*.gguf")
+    patterns = (CONFIG, "*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "*.gguf")
     files = (file for pattern in patterns for file in sorted(folder.glob(pattern)))
     return next((file for file in files if not any(file.match(ours) for ours in _OURS)), None)
 
 
-def check_free_names(folder: pathlib.Path) -> None:
-    """UsageError where ``folder`` holds weights, or files of their names that no interrupted run of ours left."""
-    if (folder / MANIFEST).exists():
+def check_free_names(goal: Goal) -> None:
+    """UsageError where the folder holds what is to be made, or files of such names that no run of ours left."""
+    folder = goal.folder
+    renames = read_renames(folder)
+    if not goal.whole and (folder / MANIFEST).exists():
         raise UsageError(
             f"{folder} already holds absorbed weights ({MANIFEST}), and nothing is overwritten; choose another OUT, "
             f"or remove {MANIFEST} and mla_absorbed* there first"
         )
-    journal = _read_journal(folder / INCOMPLETE)
-    for file in sorted(file for pattern in _OURS for file in folder.glob(pattern)):
-        if journal.get(file.name) != _stamp(file):
-            raise UsageError(
-                f"{folder} already holds {file.name}, and no {MANIFEST} that says what it is; nothing is overwritten: "
-                "choose another OUT, or remove that file first"
-            )
+    for file in _in_the_way(goal):
+        if renames.get(str(file.relative_to(folder))) == stamp(file):
+            continue
+        if goal.whole:
+            raise UsageError(f"{folder} holds {file.name}; a whole model goes into a new or empty folder")
+        raise UsageError(
+            f"{folder} already holds {file.name}, and no {MANIFEST} that says what it is; nothing is overwritten: "
+            "choose another OUT, or remove that file first"
+        )
+
+
+def _in_the_way(goal: Goal) -> Iterator[pathlib.Path]:
+    if not goal.whole:
+        yield from sorted(file for pattern in _OURS for file in goal.folder.glob(pattern))
+        return
+    for entry in sorted(goal.folder.iterdir()):
+        if entry.name == FOLDER and entry.is_dir():
+            yield from sorted(entry.iterdir())
+        elif entry.name != INCOMPLETE:
+            yield entry
 
 
 def _existing(path: pathlib.Path) -> pathlib.Path:
@@ -196,7 +180,7 @@ def disk_errors(folder: pathlib.Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise SidecarError(
-            f"writing to {folder} failed ({error.strerror or error}); nothing usable was left there: mend that "
-            "(space, permissions), and convert again"
+        raise OutputError(
+            f"writing to {folder} failed ({error.strerror or error}); nothing there passes for complete: mend that "
+            "(space, permissions) and convert again"
         ) from error

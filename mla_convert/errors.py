@@ -27,6 +27,10 @@ class SidecarError(MLAConvertError):
     """Absorbed weights on disk are incomplete, of another version, or damaged."""
 
 
+class OutputError(SidecarError):
+    """Writing failed for a reason outside: a full disk, rights, a process that ended."""
+
+
 class MismatchError(SidecarError):
     """Absorbed weights do not belong to the model or checkpoint they are used with."""
 

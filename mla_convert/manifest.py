@@ -187,7 +187,7 @@ class Manifest:
                 "model_type": self.source.model_type,
                 "layout": self.source.layout,
                 "config_sha256": self.source.config_sha256,
-                "tensors": {name: _source_to_dict(tensor) for name, tensor in self.source.tensors.items()},
+                "tensors": {name: source_to_dict(tensor) for name, tensor in self.source.tensors.items()},
             },
             "layers": [_layer_to_dict(layer) for layer in self.layers],
         }
@@ -223,7 +223,8 @@ def _tensor_to_dict(tensor: StoredTensor) -> dict[str, Any]:
     return entry
 
 
-def _source_to_dict(tensor: SourceTensor) -> dict[str, Any]:
+def source_to_dict(tensor: SourceTensor) -> dict[str, Any]:
+    """Plain values, as in the file."""
     entry: dict[str, Any] = {
         "shape": list(tensor.shape),
         "dtype": tensor.dtype,

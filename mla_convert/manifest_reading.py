@@ -49,7 +49,7 @@ def read_manifest(text: bytes, *, where: str) -> Manifest:
             model_type=_take(source, "model_type", str, where),
             layout=_take(source, "layout", str, where),
             config_sha256=_take(source, "config_sha256", str, where),
-            tensors={name: _source_from_dict(name, entry, where) for name, entry in tensors.items()},
+            tensors={name: source_from_dict(name, entry, where) for name, entry in tensors.items()},
         ),
         layers=tuple(_layer_from_dict(entry, where) for entry in _take(found, "layers", list, where)),
         dtype=_take(found, "dtype", str, where),
@@ -124,7 +124,8 @@ def _geometry(entry: dict[str, Any], where: str) -> MLAGeometry:
         raise SidecarError(f"{where} has a geometry that cannot be read ({error}); {_AGAIN}") from error
 
 
-def _source_from_dict(name: str, entry: Any, where: str) -> SourceTensor:
+def source_from_dict(name: str, entry: Any, where: str) -> SourceTensor:
+    """One source tensor as the manifest describes it; ``where`` names the file. SidecarError for damage."""
     where = f"{where}, source tensor {name}"
     quantized = _take(entry, "quantized", bool, where)
     scale = _take(entry, "scale", dict, where) if quantized else {}

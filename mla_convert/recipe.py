@@ -143,7 +143,7 @@ def check_options(target: str, workers: int | None, max_shard_bytes: int) -> Non
     """UsageError where one of these is not what this version does."""
     if target != "sidecar":
         raise UsageError(f"target {target!r}; this version writes target='sidecar'")
-    if workers not in (None, 1):
-        raise UsageError(f"workers={workers!r}; this version converts with one worker: leave it out")
+    if workers is not None and (type(workers) is not int or workers < 1):
+        raise UsageError(f"workers={workers!r}; a run needs a whole number of threads, one or more: leave it out")
     if max_shard_bytes <= 0:
         raise UsageError(f"max_shard_bytes={max_shard_bytes}; a shard needs a positive number of bytes")

@@ -19,7 +19,8 @@ import torch
 
 from mla_convert.errors import CheckpointError, FormatError
 
-_DTYPES = {
+#: Codes of the format for every dtype that is read.
+DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -136,14 +137,14 @@ def _piece(file: pathlib.Path, name: str, entry: Any, base: int) -> Piece:
         sound = False
     if not sound:
         raise CheckpointError(f"the header of {file} describes {name} in a damaged way ({entry!r:.100}); {_AGAIN}")
-    if code not in _DTYPES:
-        raise FormatError(f"{name} in {file} has dtype {code!r}; supported are {', '.join(_DTYPES)}")
-    nbytes = math.prod(shape) * _DTYPES[code].itemsize
+    if code not in DTYPES:
+        raise FormatError(f"{name} in {file} has dtype {code!r}; supported are {', '.join(DTYPES)}")
+    nbytes = math.prod(shape) * DTYPES[code].itemsize
     if nbytes != end - start:
         raise CheckpointError(
             f"{name} in {file} has {end - start} bytes, but shape {list(shape)} in {code} needs {nbytes}; {_AGAIN}"
         )
-    return Piece(file, name, shape, _DTYPES[code], base + start, nbytes)
+    return Piece(file, name, shape, DTYPES[code], base + start, nbytes)
 
 
 def _check_extent(file: pathlib.Path, pieces: dict[str, Piece], base: int, size: int) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from mla_convert.checkpoint import Checkpoint
-from mla_convert.destination import FOLDER, INCOMPLETE, INDEX, MANIFEST, tidy
+from mla_convert.destination import FOLDER, INDEX, MANIFEST, tidy
 from mla_convert.errors import CheckpointError, MismatchError, SidecarError
 from mla_convert.formats import count_nonfinite, plain
 from mla_convert.geometry import MLAGeometry
@@ -19,6 +19,7 @@ from mla_convert.manifest import Manifest, SourceTensor, StoredLayer, StoredPart
 from mla_convert.manifest_reading import read_manifest
 from mla_convert.paths import path_of, reading
 from mla_convert.quantization import Quantized
+from mla_convert.remains import INCOMPLETE
 from mla_convert.shards import Piece, parse_json, read_header, read_piece
 
 _AGAIN = "convert the source again into a new folder"
@@ -202,7 +203,7 @@ def _find(folder: pathlib.Path) -> pathlib.Path:
         if (place / INCOMPLETE).is_dir():
             raise SidecarError(
                 f"{place} holds an interrupted conversion ({INCOMPLETE}) and no complete weights; run the same "
-                "conversion again, it cleans up first"
+                "conversion again, it goes on from there"
             )
     raise SidecarError(
         f"{folder} holds no absorbed weights (no {MANIFEST}, neither there nor in {FOLDER}/); make them with "

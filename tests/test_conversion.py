@@ -15,7 +15,7 @@ from snapshots import snapshot
 from variants import attention_weights, config_v3, write_checkpoint
 
 import mla_convert
-from mla_convert import architectures, products
+from mla_convert import architectures
 from mla_convert.absorption import fuse_ov, fuse_qk, split_kv_b
 from mla_convert.checkpoint import Checkpoint
 from mla_convert.conversion import convert
@@ -266,7 +266,8 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "group_size of int8": (dict(quantize="int8", group_size=128), "group_size=128; it belongs to int4 and fp8"),
     "groups": (dict(quantize="int4", group_size=128), "k_b_proj.weight has 64 columns, .* sizes that fit are 32, 64"),
     "target": (dict(target="standalone"), "target 'standalone'; this version writes target='sidecar'"),
-    "workers": (dict(workers=4), "workers=4; this version converts with one worker"),
+    "workers": (dict(workers=0), "workers=0; a run needs a whole number of threads"),
+    "workers as text": (dict(workers="two"), "workers='two'; a run needs"),
     "device": (dict(device="cuda:77"), "device 'cuda:77' cannot be used here"),
     "device of another type": (dict(device=[]), r"device '\[\]' cannot be used here"),
     "no device": (dict(device="abacus"), "device 'abacus' cannot be used here"),
@@ -342,25 +343,3 @@ def test_sources_that_are_none(tmp_path: pathlib.Path) -> None:
     with pytest.raises(UnsupportedModelError, match="llama"):
         convert(tmp_path / "llama", tmp_path / "out")
     assert not (tmp_path / "out").exists()
-
-
-def test_one_layer_at_a_time_is_in_memory(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No tensor of the layer before is alive when a layer is begun."""
-    import gc
-    import weakref
-
-    path = small(tmp_path / "source", layers=3, num_hidden_layers=3)
-    alive: list[weakref.ref[torch.Tensor]] = []
-    original = products._operand
-
-    def noted(checkpoint: Checkpoint, name: str, device: torch.device) -> torch.Tensor:
-        if name.endswith("kv_b_proj.weight"):
-            gc.collect()
-            assert not any(ref() is not None for ref in alive)
-        tensor = original(checkpoint, name, device)
-        alive.append(weakref.ref(tensor))
-        return tensor
-
-    monkeypatch.setattr(products, "_operand", noted)
-    convert(path, tmp_path / "out", form="fused")
-    assert len(alive) == 9

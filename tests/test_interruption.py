@@ -1,8 +1,9 @@
-"""A run that fails or is killed anywhere leaves nothing that loads, and nothing of anybody else's is touched."""
+"""A run that fails or is killed anywhere leaves nothing that loads, the next one finishes it, others' files stay."""
 
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import pathlib
 import signal
@@ -13,34 +14,27 @@ from collections.abc import Callable, Iterator
 import pytest
 from snapshots import snapshot
 
-from mla_convert import destination, writing
+from mla_convert import destination, disk, presence, remains, run, sidecar
 from mla_convert.checkpoint import Checkpoint
 from mla_convert.conversion import convert
-from mla_convert.errors import SidecarError, UsageError
+from mla_convert.errors import OutputError, SidecarError, UsageError
 from mla_convert.storage import AbsorbedCheckpoint
 
 SHARD_BYTES = 150_000  # two shards for the example
-
-
-def first_shard(folder: pathlib.Path) -> pathlib.Path:
-    return sorted(folder.glob("*.safetensors"))[0]
-
-
-OPERATIONS = ("_write", "_sync", "_sync_folder", "_move")
+OPERATIONS = ("make_file", "write_at", "append_line", "write_text", "sync", "sync_folder", "move")
+ENDED = presence.Process(presence.this_process().host, "an earlier boot", os.getpid(), "1")
 
 
 class Stop(BaseException):
     """Stands for whatever ends a run; no handler takes it for an ordinary error."""
 
 
-def vanish(writer: writing.SidecarWriter) -> None:
-    """What a killed process does: its files are closed, and nothing is cleaned up."""
-    if writer._stream is not None:
-        writer._stream.close()
+def no_space() -> OSError:
+    return OSError(errno.ENOSPC, "No space left on device")
 
 
 def stopping_at(number: int, monkeypatch: pytest.MonkeyPatch, error: Callable[[], BaseException]) -> list[str]:
-    """Make the ``number``-th write, flush or rename of the writer fail; returns the list of those begun."""
+    """Make the ``number``-th operation on the disk fail; returns the list of those begun."""
     begun: list[str] = []
 
     def wrap(name: str, original: Callable[..., None]) -> Callable[..., None]:
@@ -53,8 +47,21 @@ def stopping_at(number: int, monkeypatch: pytest.MonkeyPatch, error: Callable[[]
         return operation
 
     for name in OPERATIONS:
-        monkeypatch.setattr(writing, name, wrap(name, getattr(writing, name)))
+        monkeypatch.setattr(disk, name, wrap(name, getattr(disk, name)))
     return begun
+
+
+def vanish(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let runs end as a killed process does: nothing is cleaned up, and the lock names a process that is gone."""
+    monkeypatch.setattr(run.Run, "__exit__", lambda self, *error: self._held.close())
+    monkeypatch.setattr(run.Run, "_leave", lambda self: self._held.close())
+    monkeypatch.setattr(presence, "this_process", lambda: ENDED)
+    monkeypatch.setattr(presence.Presence, "_beat", lambda self: None)
+
+
+def job(source: pathlib.Path, out: pathlib.Path, **options: object) -> None:
+    """The conversion that is interrupted; one worker, so that the operations always come in the same order."""
+    convert(source, out, max_shard_bytes=SHARD_BYTES, workers=1, **options)  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
@@ -62,95 +69,255 @@ def steps(example_path: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) 
     """How many operations a whole run takes."""
     with pytest.MonkeyPatch.context() as patch:
         begun = stopping_at(0, patch, Stop)
-        convert(example_path, tmp_path_factory.mktemp("steps") / "out", max_shard_bytes=SHARD_BYTES)
+        job(example_path, tmp_path_factory.mktemp("steps") / "out")
     assert set(begun) == set(OPERATIONS)
-    assert begun[-2:] == ["_move", "_sync_folder"]
+    assert begun[-2:] == ["move", "sync_folder"]
     return len(begun)
 
 
-def places(example_path: pathlib.Path, tmp_path: pathlib.Path) -> Iterator[tuple[str, pathlib.Path, pathlib.Path]]:
+@pytest.fixture(scope="module")
+def whole(example_path: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """What an undisturbed run leaves."""
+    out = tmp_path_factory.mktemp("whole") / "out"
+    job(example_path, out)
+    return snapshot(out)
+
+
+def places(example_path: pathlib.Path, tmp_path: pathlib.Path) -> Iterator[tuple[pathlib.Path, pathlib.Path]]:
     """Source and OUT: a new folder, one with a file of somebody's, and the source itself."""
-    yield "new", example_path, tmp_path / "made" / "out"
+    yield example_path, tmp_path / "made" / "out"
     used = tmp_path / "used"
     used.mkdir()
     (used / "notes.txt").write_text("mine")
-    yield "used", example_path, used
+    yield example_path, used
     source = tmp_path / "source"
     source.mkdir()
     for name, data in snapshot(example_path).items():
         (source / name).write_bytes(data)
-    yield "source", source, source
+    yield source, source
 
 
-@pytest.mark.parametrize("kind", [Stop, KeyboardInterrupt, lambda: OSError(errno.ENOSPC, "No space left on device")])
+def final(folder: pathlib.Path) -> dict[str, bytes]:
+    """Everything but the temporary folder."""
+    return {name: data for name, data in snapshot(folder).items() if destination.INCOMPLETE not in name}
+
+
 def test_a_failed_run_leaves_what_was_there(
+    example_path: pathlib.Path, tmp_path: pathlib.Path, steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error of the job itself: nothing could be gone on with."""
+    for number, (source, out) in enumerate(places(example_path, tmp_path)):
+        before, folders = snapshot(tmp_path), set(tmp_path.rglob("*"))
+        for step in range(1 + number, steps, 3):
+            with monkeypatch.context() as patch:
+                stopping_at(step, patch, Stop)
+                with pytest.raises(Stop):
+                    job(source, out)
+            assert snapshot(tmp_path) == before, step
+            assert set(tmp_path.rglob("*")) == folders, step
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, no_space])
+def test_a_stopped_run_is_gone_on_with(
     example_path: pathlib.Path,
     tmp_path: pathlib.Path,
     steps: int,
+    whole: dict[str, bytes],
     monkeypatch: pytest.MonkeyPatch,
     kind: Callable[[], BaseException],
 ) -> None:
-    disk = isinstance(kind(), OSError)
-    expected, message = (SidecarError, "No space left on device.*nothing usable") if disk else (type(kind()), None)
-    for _, source, out in places(example_path, tmp_path):
-        before = snapshot(tmp_path)
-        folders = set(tmp_path.rglob("*"))
-        for number in range(1, steps):
+    """A full disk, or Ctrl-C: one error, nothing under a final name, and what was done is done once."""
+    expected, message = (OutputError, "No space left on device.*nothing there passes for complete")
+    if isinstance(kind(), KeyboardInterrupt):
+        expected, message = (KeyboardInterrupt, "^$|what is done is kept in .*; the same command goes on from there")
+    for number, (source, out) in enumerate(places(example_path, tmp_path)):
+        before, folders = snapshot(tmp_path), set(tmp_path.rglob("*"))
+        for step in range(1 + number, steps, 4):
             with monkeypatch.context() as patch:
-                stopping_at(number, patch, kind)
+                begun = stopping_at(step, patch, kind)
                 with pytest.raises(expected, match=message):
-                    convert(source, out, max_shard_bytes=SHARD_BYTES)
-            assert snapshot(tmp_path) == before, number
-            assert set(tmp_path.rglob("*")) == folders, number
-        convert(source, out, max_shard_bytes=SHARD_BYTES)
-        AbsorbedCheckpoint.open(out).check_source(Checkpoint.open(source))
+                    job(source, out)
+            left = out if source != out else out / destination.FOLDER
+            done = noted(left)
+            assert not (left / destination.MANIFEST).exists()
+            if "move" not in begun:
+                assert final(tmp_path) == before
+            if not done:
+                assert set(tmp_path.rglob("*")) == folders, step
+            with monkeypatch.context() as patch:
+                loads = count_loads(patch)
+                job(source, out)
+            assert len(loads) == 4 - done, step
+            made = {name: data for name, data in snapshot(tmp_path).items() if name not in before}
+            assert {str((tmp_path / name).relative_to(left)): data for name, data in made.items()} == whole
+            for name in made:
+                (tmp_path / name).unlink()
+            for folder in sorted(set(tmp_path.rglob("*")) - folders, reverse=True):
+                folder.rmdir()
 
 
-def test_a_killed_run_leaves_nothing_that_loads_and_is_cleaned_up(
+def noted(folder: pathlib.Path) -> int:
+    """Layers that the journals in a folder say are done."""
+    texts = [file.read_text() for file in (folder / destination.INCOMPLETE).glob("progress-*.jsonl")]
+    return sum('"unit"' in line for text in texts for line in text.splitlines())
+
+
+def count_loads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The layers that are read from now on."""
+    loads: list[int] = []
+    original = sidecar.read_operands
+
+    def counted(checkpoint, layer, device):  # type: ignore[no-untyped-def]
+        loads.append(layer.spec.index)
+        return original(checkpoint, layer, device)
+
+    monkeypatch.setattr(sidecar, "read_operands", counted)
+    return loads
+
+
+def killed(source: pathlib.Path, out: pathlib.Path, monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    """As after kill -9: the run stops before one operation and cleans up nothing."""
+    with monkeypatch.context() as patch:
+        vanish(patch)
+        stopping_at(step, patch, Stop)
+        with pytest.raises(Stop):
+            job(source, out)
+
+
+def test_a_killed_run_leaves_nothing_that_loads_and_is_finished(
+    example_path: pathlib.Path,
+    tmp_path: pathlib.Path,
+    steps: int,
+    whole: dict[str, bytes],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for step in range(1, steps + 1):
+        out = tmp_path / str(step)
+        killed(example_path, out, monkeypatch, step)
+        if step == steps:  # the manifest was in place: the weights are complete
+            AbsorbedCheckpoint.open(out).check_source(Checkpoint.open(example_path))
+            break
+        with pytest.raises(SidecarError, match=r"interrupted conversion .*run the same conversion again"):
+            AbsorbedCheckpoint.open(out)
+        done = noted(out)
+        with monkeypatch.context() as patch:
+            loads = count_loads(patch)
+            job(example_path, out)
+        assert len(loads) == 4 - done
+        assert snapshot(out) == whole, step
+
+
+def test_a_run_killed_twice_is_finished(
+    example_path: pathlib.Path,
+    tmp_path: pathlib.Path,
+    steps: int,
+    whole: dict[str, bytes],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for first, second in itertools.product((12, steps // 2, steps - 4), (3, 9, 14)):
+        out = tmp_path / f"{first}-{second}"
+        killed(example_path, out, monkeypatch, first)
+        killed(example_path, out, monkeypatch, second)
+        job(example_path, out)
+        assert snapshot(out) == whole
+
+
+def test_kept_parts_are_verified(
+    example_path: pathlib.Path,
+    tmp_path: pathlib.Path,
+    steps: int,
+    whole: dict[str, bytes],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A disk that lost what it had taken: the layer is done again."""
+    out = tmp_path / "out"
+    killed(example_path, out, monkeypatch, steps - 8)
+    part = remains.part(out, "mla_absorbed-00001-of-00002.safetensors")
+    data = bytearray(part.read_bytes())
+    data[-5:] = b"\0\0\0\0\0"
+    part.write_bytes(data)
+    loads = count_loads(monkeypatch)
+    job(example_path, out)
+    assert loads == [1] and snapshot(out) == whole
+
+
+def test_no_resume_starts_afresh(
+    example_path: pathlib.Path,
+    tmp_path: pathlib.Path,
+    steps: int,
+    whole: dict[str, bytes],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    out = tmp_path / "out"
+    killed(example_path, out, monkeypatch, steps - 3)
+    loads = count_loads(monkeypatch)
+    job(example_path, out, resume=False)
+    assert len(loads) == 4 and snapshot(out) == whole
+
+
+@pytest.mark.parametrize("options", [dict(form="fused"), dict(dtype="float32"), dict(max_shard_bytes=10**9)], ids=str)
+def test_other_options_start_afresh_and_say_so(
+    example_path: pathlib.Path, tmp_path: pathlib.Path, steps: int, monkeypatch: pytest.MonkeyPatch, options: dict
+) -> None:
+    out = tmp_path / "out"
+    killed(example_path, out, monkeypatch, steps - 3)
+    report = convert(example_path, out, **options)
+    assert any("a run with other options, or of another source, had left" in note for note in report.notes)
+    convert(example_path, tmp_path / "expected", **options)
+    assert snapshot(out) == snapshot(tmp_path / "expected")
+
+
+def test_what_was_done_before_is_said(
     example_path: pathlib.Path, tmp_path: pathlib.Path, steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As after kill -9: the run stops before any one operation and cleans up nothing."""
-    for name, source, out in places(example_path, tmp_path):
-        clean = tmp_path / f"clean-{name}"
-        convert(source, clean, max_shard_bytes=SHARD_BYTES)
-        for number in range(1, steps + 1):
-            before = snapshot(tmp_path)
-            with monkeypatch.context() as patch:
-                stopping_at(number, patch, Stop)
-                patch.setattr(writing.SidecarWriter, "_abandon", vanish)
-                with pytest.raises(Stop):
-                    convert(source, out, max_shard_bytes=SHARD_BYTES)
-            if number == steps:  # the manifest was in place: the weights are complete
-                folder = AbsorbedCheckpoint.open(out).path
-                AbsorbedCheckpoint.open(out).check_source(Checkpoint.open(source))
-                made = {file: data for file, data in snapshot(tmp_path).items() if file not in before}
-                assert {str((tmp_path / file).relative_to(folder)): data for file, data in made.items()} == snapshot(
-                    clean
-                )
-                assert not (folder / destination.INCOMPLETE).exists()
-                break
-            left = snapshot(tmp_path)
-            assert before.items() <= left.items()
-            with pytest.raises(SidecarError, match=r"interrupted conversion .*run the same conversion again"):
-                AbsorbedCheckpoint.open(out)
-            convert(source, out, max_shard_bytes=SHARD_BYTES)
-            made = {file: data for file, data in snapshot(tmp_path).items() if file not in before}
-            folder = AbsorbedCheckpoint.open(out).path
-            assert {str((tmp_path / file).relative_to(folder)): data for file, data in made.items()} == snapshot(clean)
-            for file in made:
-                (tmp_path / file).unlink()
+    out, calls = tmp_path / "out", []
+    killed(example_path, out, monkeypatch, 12)
+    report = convert(example_path, out, max_shard_bytes=SHARD_BYTES, progress=lambda *done: calls.append(done))
+    (note,) = [note for note in report.notes if "were done before" in note]
+    before = int(note.split()[0])
+    assert 0 < before < 4 and calls == [(done, 4) for done in range(before + 1, 5)]
+
+
+def test_a_source_that_changes_under_the_run(example_path: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    for name, data in snapshot(example_path).items():
+        (source / name).write_bytes(data)
+
+    def change(done: int, total: int) -> None:
+        if done == 2:
+            os.utime(source / "model-00002-of-00003.safetensors")
+            os.utime(source / "model-00003-of-00003.safetensors")
+
+    with pytest.raises(SidecarError.__mro__[1], match=r"model-0000.* changed while it was read; wait until nothing"):
+        convert(source, tmp_path / "out", progress=change, workers=1)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_source_that_changed_in_between_starts_afresh(
+    example_path: pathlib.Path, tmp_path: pathlib.Path, steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, out = tmp_path / "source", tmp_path / "out"
+    source.mkdir()
+    for name, data in snapshot(example_path).items():
+        (source / name).write_bytes(data)
+    killed(source, out, monkeypatch, steps - 3)
+    os.utime(source / "model-00001-of-00003.safetensors")
+    loads = count_loads(monkeypatch)
+    job(source, out)
+    assert len(loads) == 4
 
 
 KILLED = """
 import os, signal, sys
-from mla_convert import writing
+from mla_convert import disk
 from mla_convert.conversion import convert
-move = writing._move
+move = disk.move
 def stop(source, target):
     if target.name == sys.argv[3]:
         os.kill(os.getpid(), signal.SIGKILL)
     move(source, target)
-writing._move = stop
+disk.move = stop
 convert(sys.argv[1], sys.argv[2], max_shard_bytes=150_000)
 """
 
@@ -169,34 +336,15 @@ def test_kill_9_between_two_renames(example_path: pathlib.Path, tmp_path: pathli
     AbsorbedCheckpoint.open(out).check_source(Checkpoint.open(example_path))
 
 
-def interrupt(
-    source: pathlib.Path, out: pathlib.Path, monkeypatch: pytest.MonkeyPatch, operation: str, count: int
-) -> None:
-    """Leave the remains of a run that ended before the ``count``-th ``operation``."""
-    original, begun = getattr(writing, operation), []
-
-    def stop(*arguments: object) -> None:
-        begun.append(arguments)
-        if len(begun) == count:
-            raise Stop
-        original(*arguments)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(writing, operation, stop)
-        patch.setattr(writing.SidecarWriter, "_abandon", vanish)
-        with pytest.raises(Stop):
-            convert(source, out, max_shard_bytes=SHARD_BYTES)
-
-
 def test_what_is_left_beside_complete_weights_goes(
-    example_path: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    example_path: pathlib.Path, tmp_path: pathlib.Path, steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Killed after the manifest got its name: loading cleans up, and so does the conversion that is refused."""
     for clean_up in ("load", "convert"):
         out = tmp_path / clean_up
-        interrupt(example_path, out, monkeypatch, "_sync_folder", 3)
-        before = {name: data for name, data in snapshot(out).items() if not name.startswith(destination.INCOMPLETE)}
-        assert (out / destination.INCOMPLETE / destination.JOURNAL).is_file()
+        killed(example_path, out, monkeypatch, steps)
+        before = final(out)
+        assert (out / destination.INCOMPLETE / remains.JOURNAL).is_file()
         for dry_run in (True, False) if clean_up == "convert" else ():
             assert (out / destination.INCOMPLETE).is_dir()
             with pytest.raises(UsageError, match="already holds absorbed weights"):
@@ -207,16 +355,17 @@ def test_what_is_left_beside_complete_weights_goes(
 
 
 def test_files_of_others_are_told_from_remains(
-    example_path: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    example_path: pathlib.Path, tmp_path: pathlib.Path, steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After an interruption somebody puts another file where a renamed shard was: it is not removed."""
     out = tmp_path / "out"
-    interrupt(example_path, out, monkeypatch, "_move", 3)
-    first_shard(out).write_bytes(b"somebody's")
+    killed(example_path, out, monkeypatch, steps - 3)
+    shard = sorted(out.glob("*.safetensors"))[0]
+    shard.write_bytes(b"somebody's")
     for dry_run in (True, False):
         with pytest.raises(UsageError, match=r"already holds mla_absorbed-00001-of-00002.safetensors, and no mla_mani"):
             convert(example_path, out, dry_run=dry_run)
-    destination.remove_remains(out)
+    remains.remove_remains(out, destination.MANIFEST)
     assert snapshot(out) == {"mla_absorbed-00001-of-00002.safetensors": b"somebody's"}
 
 
@@ -224,12 +373,16 @@ def test_somebodys_files_in_the_temporary_folder_stay(
     example_path: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out"
-    interrupt(example_path, out, monkeypatch, "_write", 4)
+    killed(example_path, out, monkeypatch, 12)
     mine = out / destination.INCOMPLETE / "notes.txt"
     mine.write_text("mine")
+    before = snapshot(out)
     with pytest.raises(UsageError, match="holds files that are not of an interrupted conversion; remove it"):
         convert(example_path, out)
     assert mine.read_text() == "mine"
+    assert {name: data for name, data in before.items() if "lock" not in name} == {
+        name: data for name, data in snapshot(out).items() if "lock" not in name
+    }
 
 
 def test_a_file_that_appears_meanwhile_is_not_replaced(example_path: pathlib.Path, tmp_path: pathlib.Path) -> None:
@@ -275,5 +428,5 @@ def test_data_reach_the_disk_before_their_names(
     monkeypatch.setattr(pathlib.Path, "rename", noted_rename)
     report = convert(example_path, tmp_path / "out", max_shard_bytes=SHARD_BYTES)
     count = len(report.files)
-    assert events[: count + 1] == ["file"] * (count + 1)  # the journal too
+    assert events[: count + 1] == ["file"] * (count + 1)  # the list of renames too
     assert events[count + 1 :] == ["folder", *report.files[:-1], "folder", "mla_manifest.json", "folder"]

@@ -15,11 +15,9 @@ from safetensors.torch import load_file, save_file
 from snapshots import snapshot
 
 import mla_convert.storage as storage
-from mla_convert import writing
 from mla_convert.checkpoint import Checkpoint
 from mla_convert.conversion import convert
 from mla_convert.errors import MismatchError, SidecarError
-from mla_convert.manifest import StoredTensor
 from mla_convert.storage import AbsorbedCheckpoint
 
 SHARD_BYTES = 150_000  # several shards for the example, two layers in most
@@ -95,39 +93,6 @@ def test_manifest_survives_its_own_text(complete: pathlib.Path) -> None:
 def test_an_open_checkpoint_can_be_pickled(complete: pathlib.Path) -> None:
     absorbed = pickle.loads(pickle.dumps(AbsorbedCheckpoint.open(complete)))
     assert torch.equal(absorbed.layer_tensors(0)["k_b"], AbsorbedCheckpoint.open(complete).layer_tensors(0)["k_b"])
-
-
-@pytest.mark.parametrize(
-    ("sizes", "expected"),
-    [
-        ((4, 4, 4), [[4, 4], [4]]),
-        ((20, 4, 4), [[20], [4, 4]]),
-        ((4, 20, 4), [[4], [20], [4]]),
-        ((8,), [[8]]),
-        ((), []),
-    ],
-    ids=["full", "large first", "large between", "exact", "none"],
-)
-def test_shards_are_filled_in_order(sizes: tuple[int, ...], expected: list[list[int]]) -> None:
-    tensors = [StoredTensor(str(i), (size // 4,), torch.float32) for i, size in enumerate(sizes)]
-    assert [[tensor.nbytes for tensor in shard] for shard in writing.plan_shards(tensors, 8)] == expected
-
-
-def test_any_strides_and_dtypes_are_written_row_major(tmp_path: pathlib.Path) -> None:
-    tensors = {
-        "bf16": torch.arange(12).reshape(3, 4).bfloat16().T,
-        "f16": torch.arange(12).reshape(3, 4).half()[:, ::2],
-        "f32": torch.full((1, 5), 0.1).expand(3, 5),
-        "f64": torch.arange(3, dtype=torch.float64),
-    }
-    planned = [StoredTensor(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()]
-    with writing.SidecarWriter(tmp_path / "out", planned) as writer:
-        for name, tensor in tensors.items():
-            writer.write(name, tensor)
-        writer.finish("{}", "card")
-    read = load_file(tmp_path / "out" / "mla_absorbed-00001-of-00001.safetensors")
-    for name, tensor in tensors.items():
-        assert read[name].dtype == tensor.dtype and torch.equal(read[name], tensor)
 
 
 # --- what is refused when opening

@@ -1,0 +1,71 @@
+"""The operations on disk that can fail or be interrupted, one function each."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import sys
+
+from mla_convert.errors import UsageError
+
+_PIECE = 1 << 26
+
+
+def make_file(file: pathlib.Path, nbytes: int) -> None:
+    """Make a file of ``nbytes`` zeros, a hole where the file system has them; one of that length stays as it is."""
+    handle = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        if os.fstat(handle).st_size != nbytes:
+            os.truncate(handle, nbytes)
+    finally:
+        os.close(handle)
+
+
+def write_at(file: pathlib.Path, start: int, data: bytes | memoryview) -> None:
+    """Write ``data`` into a file that is there, from byte ``start`` on."""
+    with file.open("r+b", buffering=0) as stream:
+        stream.seek(start)
+        done = 0
+        while done < len(data):
+            done += stream.write(data[done : done + _PIECE])
+
+
+def write_text(file: pathlib.Path, text: str) -> None:
+    """Write a small file and flush it to the disk; one that is there is replaced whole."""
+    with file.open("wb") as stream:
+        stream.write(text.encode())
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def append_line(file: pathlib.Path, line: str) -> None:
+    """Add a line to a file, in one write; it is made where it is not there."""
+    with file.open("ab", buffering=0) as stream:
+        stream.write(line.encode() + b"\n")
+
+
+def sync(file: pathlib.Path) -> None:
+    """Flush a file to the disk."""
+    handle = os.open(file, os.O_RDWR)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def sync_folder(folder: pathlib.Path) -> None:
+    """Flush a folder's entries to the disk."""
+    if sys.platform == "win32":  # folders cannot be flushed there
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def move(source: pathlib.Path, target: pathlib.Path) -> None:
+    """Rename without replacing; the folder is locked, so that nobody of ours makes ``target`` in between."""
+    if os.path.lexists(target):
+        raise UsageError(f"{target} appeared during the conversion, and nothing is overwritten; choose another OUT")
+    source.rename(target)

@@ -1,0 +1,163 @@
+"""The work of storing absorbed weights: one unit for each layer, and the manifest made of what the units remember."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from mla_convert.absorption import Rounding
+from mla_convert.checkpoint import Checkpoint
+from mla_convert.coding import code_tensor
+from mla_convert.conversion_report import dtype_of, stored_bytes
+from mla_convert.destination import SHARD
+from mla_convert.journal import fingerprint
+from mla_convert.manifest import Manifest, Source, SourceTensor, StoredLayer, StoredTensor, source_to_dict
+from mla_convert.manifest_reading import source_from_dict
+from mla_convert.products import Operands, block_ranges, make_block, read_operands
+from mla_convert.recipe import PlannedLayer
+from mla_convert.run import Job
+from mla_convert.shard_plan import FileTensor, PlannedFile, plan_shards
+from mla_convert.watch import Watch
+from mla_convert.work import Block, Loaded, Made, Unit
+
+
+def sidecar_job(
+    checkpoint: Checkpoint,
+    planned: Sequence[PlannedLayer],
+    watch: Watch,
+    *,
+    device: torch.device,
+    max_shard_bytes: int,
+    prefix: str = "",
+) -> Job:
+    """The job of storing ``planned`` in files whose names begin with ``prefix``."""
+    shards = plan_shards([_file_tensors(layer) for layer in planned], max_shard_bytes)
+    files = tuple(
+        PlannedFile(prefix + SHARD.format(number=number, total=len(shards)), tensors)
+        for number, tensors in enumerate(shards, start=1)
+    )
+    places = {
+        tensor.name: (number, file.starts[tensor.name]) for number, file in enumerate(files) for tensor in file.tensors
+    }
+    units = tuple(
+        Unit(
+            key=f"layer {layer.spec.index}",
+            files=tuple(sorted({places[tensor.name][0] for tensor in _file_tensors(layer)})),
+            memory=_operand_bytes(checkpoint, layer),
+            load=functools.partial(_load, checkpoint, layer, watch, places, device),
+        )
+        for layer in planned
+    )
+    plan = fingerprint(
+        files=[[file.name, hashlib.sha256(file.header).hexdigest()] for file in files],
+        source=watch.stamps,
+        device=device.type,
+    )
+    read = max(stored_bytes(checkpoint, name) for layer in planned for name in layer.sources)
+    written = max(tensor.nbytes for layer in planned for tensor in layer.tensors.values())
+    return Job(files, units, plan, largest=max(read, written))
+
+
+def _file_tensors(layer: PlannedLayer) -> list[FileTensor]:
+    parts = (part for tensor in layer.tensors.values() for part in tensor.parts)
+    return [FileTensor(part.name, part.shape, part.dtype) for part in parts]
+
+
+def _operand_bytes(checkpoint: Checkpoint, layer: PlannedLayer) -> int:
+    """Bytes of a layer's weights in the dtype of the products, and of what has to be whole before it is coded."""
+    shapes = [checkpoint.info(name).shape for name in layer.sources]
+    shapes += [tensor.shape for tensor in layer.tensors.values() if tensor.scheme is not None]
+    return sum(torch.Size(shape).numel() * torch.float32.itemsize for shape in shapes)
+
+
+def _load(
+    checkpoint: Checkpoint,
+    layer: PlannedLayer,
+    watch: Watch,
+    places: Mapping[str, tuple[int, int]],
+    device: torch.device,
+) -> Loaded:
+    operands, sources = read_operands(checkpoint, layer, device)
+    watch.check(layer.sources)
+    tasks: list[Callable[[], Made]] = []
+    for key, tensor in layer.tensors.items():
+        if tensor.scheme is not None:
+            tasks.append(functools.partial(_code, checkpoint, operands, layer, key, places))
+            continue
+        ranges = block_ranges(key, layer.spec.geometry, tensor.nbytes // tensor.shape[0])
+        tasks += [functools.partial(_make, operands, layer, key, rows, places[tensor.name]) for rows in ranges]
+
+    def remember(known: list[tuple[str, Rounding | StoredTensor]]) -> dict[str, Any]:
+        return {
+            "tensors": {key: _figures(tensor, key, known) for key, tensor in layer.tensors.items()},
+            "sources": {name: source_to_dict(tensor) for name, tensor in sources.items()},
+        }
+
+    return Loaded(tasks, remember)
+
+
+def _make(operands: Operands, layer: PlannedLayer, key: str, rows: tuple[int, int], place: tuple[int, int]) -> Made:
+    tensor = layer.tensors[key]
+    rounding = Rounding(tensor.name)
+    block = make_block(operands, layer.spec.geometry, key, rows, tensor.dtype, rounding)
+    file, start = place
+    return Made([Block(file, start + rows[0] * (tensor.nbytes // tensor.shape[0]), block)], (key, rounding))
+
+
+def _code(
+    checkpoint: Checkpoint,
+    operands: Operands,
+    layer: PlannedLayer,
+    key: str,
+    places: Mapping[str, tuple[int, int]],
+) -> Made:
+    stored, parts = code_tensor(checkpoint, operands, layer.spec, key, layer.tensors[key])
+    return Made([Block(*places[name], part) for name, part in parts.items()], (key, stored))
+
+
+def _figures(planned: StoredTensor, key: str, known: list[tuple[str, Rounding | StoredTensor]]) -> dict[str, Any]:
+    """What is known of a stored tensor now, and was not when it was planned."""
+    rounding = Rounding(planned.name)
+    for of, each in known:
+        if of == key and isinstance(each, StoredTensor):
+            names = ("largest_error", "frobenius_error", "rounding")
+            return {name: getattr(each, name) for name in names}
+        if of == key and isinstance(each, Rounding):
+            rounding.add(each)
+    return {"largest_error": rounding.largest, "frobenius_error": rounding.frobenius}
+
+
+def index_text(files: Sequence[PlannedFile]) -> str:
+    """The index of the shards: which tensor stands in which file."""
+    weight_map = {tensor.name: file.name.rpartition("/")[2] for file in files for tensor in file.tensors}
+    total = sum(tensor.nbytes for file in files for tensor in file.tensors)
+    return json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n"
+
+
+def make_manifest(
+    checkpoint: Checkpoint, planned: Sequence[PlannedLayer], remembered: Mapping[str, dict[str, Any]]
+) -> Manifest:
+    """The manifest of ``planned``, with what the units of :func:`sidecar_job` remember."""
+    layers: list[StoredLayer] = []
+    sources: dict[str, SourceTensor] = {}
+    for layer in planned:
+        data = remembered[f"layer {layer.spec.index}"]
+        tensors = {key: dataclasses.replace(tensor, **data["tensors"][key]) for key, tensor in layer.tensors.items()}
+        spec, forms = layer.spec, layer.forms
+        layers.append(StoredLayer(spec.index, spec.geometry, forms.qk, forms.vo, tensors, layer.sources))
+        for name, entry in data["sources"].items():
+            sources[name] = source_from_dict(name, entry, "the journal of this run")
+    text = json.dumps(checkpoint.raw_config, sort_keys=True, separators=(",", ":")).encode()
+    source = Source(
+        model_type=str(checkpoint.config["model_type"]),
+        layout=checkpoint.layout,
+        config_sha256=hashlib.sha256(text).hexdigest(),
+        tensors=sources,
+    )
+    return Manifest(source, tuple(layers), dtype_of(tensor for layer in planned for tensor in layer.tensors.values()))

@@ -1,0 +1,31 @@
+"""Notice that a source changes while it is read."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Iterable
+
+from mla_convert.checkpoint import Checkpoint
+from mla_convert.errors import CheckpointError
+from mla_convert.remains import stamp
+
+
+class Watch:
+    """The files that tensors of a checkpoint come from, as they were when the watch began."""
+
+    def __init__(self, checkpoint: Checkpoint, names: Iterable[str]) -> None:
+        self._checkpoint = checkpoint
+        self._files = {name: checkpoint.info(name).files for name in names}
+        #: Size and time of change of every file, by its name.
+        self.stamps = {file: stamp(self._path(file)) for files in self._files.values() for file in files}
+
+    def _path(self, file: str) -> pathlib.Path:
+        return self._checkpoint.path / file
+
+    def check(self, names: Iterable[str]) -> None:
+        """CheckpointError where one of the files of ``names`` is no longer what it was."""
+        for file in {file for name in names for file in self._files[name]}:
+            if stamp(self._path(file)) != self.stamps[file]:
+                raise CheckpointError(
+                    f"{self._path(file)} changed while it was read; wait until nothing writes to it, and convert again"
+                )
