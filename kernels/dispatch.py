@@ -13,6 +13,7 @@ from mla_convert.errors import UsageError
 from mla_convert.kernels import torch_decode
 from mla_convert.kernels.arguments import DecodeArguments, LatentScale, check
 from mla_convert.kernels.custom_op import run_backend, run_compiled
+from mla_convert.kernels.tracing import being_traced
 
 logger = logging.getLogger(__name__)
 
@@ -127,7 +128,7 @@ def absorbed_decode(
 def decode(args: DecodeArguments, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`absorbed_decode` for arguments that are known to fit together."""
     name = choose_backend(backend, args.q_latent.device, args.latent.dtype)
-    if torch.compiler.is_compiling():
+    if being_traced():
         # PyTorch's products on an accelerator are left to the compiler; everything else is one operator to it.
         on_host = args.q_latent.device.type == "cpu"
         return run_compiled(name, args) if name == "triton" or on_host else run_backend(name, args)

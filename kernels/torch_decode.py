@@ -17,6 +17,7 @@ import torch
 from mla_convert.kernels.arguments import DecodeArguments
 from mla_convert.kernels.history import decode_latent, scale_of, take_tokens
 from mla_convert.kernels.merging import merge_parts, with_sinks
+from mla_convert.kernels.tracing import being_traced
 
 _flash = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
 
@@ -30,7 +31,7 @@ Result = tuple[torch.Tensor, torch.Tensor]
 
 def torch_decode(args: DecodeArguments) -> Result:
     """Compute ``absorbed_decode`` from checked arguments; every kind that the contract allows."""
-    on_host = args.q_latent.device.type == "cpu" and not torch.compiler.is_compiling()
+    on_host = args.q_latent.device.type == "cpu" and not being_traced()
     if args.q_latent.numel() == 0:
         return _nothing(args.q_latent)
     if args.indices is not None:
@@ -182,7 +183,7 @@ def _attend(
     if 0 in (latent.shape[1], q_latent.shape[0], q_latent.shape[1]):
         return _nothing(q_latent)
     k_rope = k_rope.to(q_latent.dtype)
-    if q_latent.device.type == "cpu" and _flash is not None and not torch.compiler.is_compiling():
+    if q_latent.device.type == "cpu" and _flash is not None and not being_traced():
         rows = _joint_rows(latent, k_rope)
         query = torch.cat((q_latent, q_rope), dim=-1)
         out, lse = _flash_parts(query, rows, scale, visible)

@@ -21,6 +21,7 @@ from mla_convert.patches.attention import PREFIX, begin_call, end_call, passed_t
 from mla_convert.patches.forms import PLAIN
 from mla_convert.patches.fused import FusedOutput, FusedQuery
 from mla_convert.patches.layer import ATTRIBUTE, AbsorbedLayer, Options, layer_of
+from mla_convert.patches.refusals import add_refusals, remove_refusals
 from mla_convert.patches.sidecar import Asked, Sidecar
 from mla_convert.patches.sources import check_fusable, check_readable, only_plain
 from mla_convert.patches.versions import check_transformers
@@ -174,6 +175,7 @@ def patch(
         family.model_type if family else "unknown", original, options, None if sidecar is None else sidecar.label
     )
     object.__setattr__(model, _STATE, state)
+    add_refusals(model)
     handle = PatchHandle(model)
     logger.info("%s", handle.describe())
     return handle
@@ -199,6 +201,7 @@ def unpatch(model: PreTrainedModel) -> None:
         model.set_attn_implementation(state.original)
     else:
         logger.info("the attention implementation %r was set while the model was patched, and stays", present)
+    remove_refusals(model)
     object.__delattr__(model, _STATE)
 
 

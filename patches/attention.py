@@ -13,13 +13,13 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from mla_convert.errors import PatchError
+from mla_convert.kernels.tracing import being_traced
 from mla_convert.patches.cache import adopt
 from mla_convert.patches.call import Call
 from mla_convert.patches.layer import AbsorbedLayer, layer_of, wants_gradients
@@ -163,20 +163,28 @@ def begin_call(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
     cache = given.get("cache", given.get("past_key_values"))
     if cache is not None and layer.options.cache == "latent" and not getattr(cache, "offloading", False):
         adopt(cache, module.layer_idx)
-    possible = not wants_gradients(module, hidden) and not _needs_original(module, given)
-    if possible and not torch.compiler.is_compiling():
+    weights_asked = _wants_attention_weights(module, given)
+    if weights_asked and not being_traced():
+        layer.options.say_once(
+            "output_attentions: calls that ask for attention weights run expanded, through the model's original "
+            "attention; the absorbed form has none"
+        )
+    possible = not weights_asked and not wants_gradients(module, hidden) and not _needs_original(module, given)
+    if possible and not being_traced():
         possible = not layer.needs_projections(module)
     absorbed = possible and _cheaper_absorbed(module, layer, hidden.shape[-2], cache, given.get("attention_mask"))
     prefill = hidden.shape[-2] > 1
-    if not torch.compiler.is_compiling() and (absorbed or (possible and prefill and hidden.device.type != "cpu")):
+    if not being_traced() and (absorbed or (possible and prefill and hidden.device.type != "cpu")):
         layer.follow_weights(module, decoding=not prefill)
     layer.slot.set(Call(absorbed, capacity=bool(getattr(cache, "is_compileable", False))))
 
 
+def _wants_attention_weights(module: nn.Module, given: dict[str, Any]) -> bool:
+    return bool(given.get("output_attentions") or getattr(module.config, "output_attentions", False))
+
+
 def _needs_original(module: nn.Module, given: dict[str, Any]) -> bool:
     """Whether the call asks for something that only the original attention function does."""
-    if given.get("output_attentions") or getattr(module.config, "output_attentions", False):
-        return True
     if module.training and getattr(module, "attention_dropout", False):
         return True
     return any(given.get(name) is not None for name in EXPANDED_ONLY)

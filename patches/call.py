@@ -11,6 +11,8 @@ import threading
 
 import torch
 
+from mla_convert.kernels.tracing import being_traced
+
 
 @dataclasses.dataclass
 class Call:
@@ -40,13 +42,13 @@ class CallSlot:
     def set(self, call: Call | None) -> None:
         """Begin (or, with None, end) a call."""
         # Compiled code runs one trace at a time, and cannot trace thread-local state.
-        if torch.compiler.is_compiling():
+        if being_traced():
             self._traced = call
         else:
             self._local.call = call
 
     def get(self) -> Call | None:
         """The call under way, None outside one."""
-        if torch.compiler.is_compiling():
+        if being_traced():
             return self._traced
         return getattr(self._local, "call", None)

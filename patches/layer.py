@@ -31,6 +31,14 @@ class Options:
     backend: str = "auto"
     prefill_threshold: int | str = "auto"
     cache: str = "latent"
+    #: What this model's layers have said in the log, to say it once.
+    said: set[str] = dataclasses.field(default_factory=set, compare=False, repr=False)
+
+    def say_once(self, message: str) -> None:
+        """Log a warning, once for each patched model."""
+        if message not in self.said:
+            self.said.add(message)
+            logger.warning("%s", message)
 
 
 class AbsorbedLayer(AbsorbedWeights):

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from mla_convert.kernels.tracing import being_traced
+
 
 @dataclasses.dataclass(frozen=True)
 class Visibility:
@@ -46,7 +48,7 @@ def representable(mask: Any, heads: int) -> bool:
         return False
     if mask.dtype == torch.bool:
         return True
-    if not mask.is_floating_point() or torch.compiler.is_compiling():
+    if not mask.is_floating_point() or being_traced():
         return False
     return bool(((mask == 0) | _hidden(mask)).all())
 
