@@ -86,7 +86,7 @@ def dequantize_fp8_blocks(
     check_grid(name, tuple(codes.shape), codes.dtype, tuple(scale.shape), block_size)
     factors = decode_scale(scale, name=name + SCALE_SUFFIX)
     rows, columns = block_size
-    out = torch.empty(codes.shape, dtype=dtype)
+    out = torch.empty(codes.shape, dtype=dtype, device=codes.device)
     bad = lost = 0
     for block, factor in enumerate(factors):
         at = slice(block * rows, (block + 1) * rows)

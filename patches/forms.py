@@ -71,6 +71,11 @@ def exactly(name: str) -> Callable[[Projection], bool]:
     return lambda linear: kinds(linear)[0] == name
 
 
+def linear_of(name: str) -> Callable[[Projection], bool]:
+    """Whether a projection is ``nn.Linear`` itself with a weight of the class ``name``, or one that derives from it."""
+    return lambda linear: kinds(linear)[0] == LINEAR and name in kinds(getattr(linear, "weight", None))
+
+
 def _is_plain(linear: Projection) -> bool:
     if kinds(linear)[0] != LINEAR or hasattr(linear, "quantization_scheme"):
         return False

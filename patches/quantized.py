@@ -17,7 +17,7 @@ from torch import Tensor
 from mla_convert.absorption import FLOAT_DTYPES
 from mla_convert.errors import PatchError
 from mla_convert.formats import dequantize_fp8_blocks
-from mla_convert.patches.forms import LINEAR, Projection, Reader, exactly, kinds, weight_shape
+from mla_convert.patches.forms import LINEAR, Projection, Reader, exactly, kinds, linear_of, weight_shape
 
 
 def _fp8_parts(linear: Projection) -> dict[str, Tensor]:
@@ -63,7 +63,7 @@ def _read_torchao(linear: Projection) -> Tensor:
 
 TORCHAO = Reader(
     "torchao weights",
-    lambda linear: kinds(linear)[0] == LINEAR and "torchao.utils.TorchAOBaseTensor" in kinds(linear.weight),
+    linear_of("torchao.utils.TorchAOBaseTensor"),
     _torchao_parts,
     _read_torchao,
 )
@@ -182,7 +182,7 @@ def _shard(linear: Projection) -> Tensor:
 
 SHARD = Reader(
     "this process's shard",
-    holds=lambda linear: kinds(linear)[0] == LINEAR and "torch.distributed.tensor.DTensor" in kinds(linear.weight),
+    holds=linear_of("torch.distributed.tensor.DTensor"),
     parts=lambda linear: {"weight": _shard(linear)},
     read=_shard,
     shape=lambda linear: weight_shape(_shard(linear)),

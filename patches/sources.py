@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from mla_convert.absorption import FLOAT_DTYPES
-from mla_convert.errors import PatchError, StaleWeightsError, UsageError
+from mla_convert.errors import FormatError, PatchError, StaleWeightsError, UsageError
 from mla_convert.formats import plain
 from mla_convert.patches.adapters import is_lora, lora_reader
 from mla_convert.patches.forms import LINEAR, PLAIN, PLAIN_TENSORS, Projection, Reader, kinds
@@ -65,7 +65,7 @@ def effective_weight(where: str, linear: Projection, dtype: torch.dtype | None =
         reader = reader_of(where, linear)
         try:
             weight = reader.read(linear)
-        except PatchError as error:
+        except (PatchError, FormatError) as error:
             raise PatchError(f"{where}: {error}") from error
     if weight.is_meta:
         raise PatchError(f"{where}.weight is on the meta device: load the model's weights before patching it")

@@ -10,6 +10,7 @@ from typing import Any
 import models
 import pytest
 import torch
+from libraries import library
 from patching import BOUND, FORMS, layers, state_of
 from transformers import DynamicCache, PreTrainedModel
 
@@ -18,26 +19,21 @@ from mla_convert.errors import MismatchError, PatchError, StaleWeightsError
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:.*enum.*register_constant.*:FutureWarning"),
 ]
 TARGETS = ["kv_b_proj", "q_b_proj", "o_proj"]
 IDS = models.tokens(2, 9)
 
 
 def config(targets: list[str] = TARGETS, **more: Any) -> Any:
-    from peft import LoraConfig
-
     given = {"r": 4, "lora_alpha": 8, "init_lora_weights": False, "target_modules": targets} | more
-    return LoraConfig(**given)
+    return library("peft").LoraConfig(**given)
 
 
 def adapted(model: PreTrainedModel, *configs: Any) -> Any:
     """``model`` inside PEFT, with an adapter for each config: the first is named default, then a, b, …"""
-    from peft import get_peft_model
-
     torch.manual_seed(1)
     first, *others = configs or (config(),)
-    wrapped = get_peft_model(model, first)
+    wrapped = library("peft").get_peft_model(model, first)
     for name, other in zip(("second", "third"), others, strict=False):
         wrapped.add_adapter(name, other)
     return wrapped.eval()
@@ -213,13 +209,11 @@ def test_adapters_that_come_and_go(form: dict[str, str], targets: list[str]) -> 
 
 
 def test_adapters_without_a_peft_model() -> None:
-    from peft import inject_adapter_in_model
-
     model, twin = models.deepseek_v3(), models.deepseek_v3()
     with mla_convert.patched(model):
         for one in (model, twin):
             torch.manual_seed(1)
-            inject_adapter_in_model(config(), one)
+            library("peft").inject_adapter_in_model(config(), one)
             one.eval()
         assert models.relative(step(model), step(twin)) <= BOUND
 
@@ -278,9 +272,7 @@ def test_adapters_that_are_more_than_a_product(more: dict[str, Any], what: str) 
 
 
 def test_adapters_of_another_kind() -> None:
-    from peft import IA3Config
-
-    kind = IA3Config(target_modules=["kv_b_proj"], feedforward_modules=[], init_ia3_weights=False)
+    kind = library("peft").IA3Config(target_modules=["kv_b_proj"], feedforward_modules=[], init_ia3_weights=False)
     with pytest.raises(
         PatchError, match=r"kv_b_proj is a peft\.tuners\.ia3\.layer\.Linear; supported are .*LoRA.*merge"
     ):
