@@ -20,7 +20,17 @@ FOLDERS = {name: ROOT / folder for name, folder in PYPROJECT["tool"]["setuptools
 
 # From the bottom up. A module of mla_convert that is named nowhere here belongs to the core.
 BASE = {"errors", "geometry", "version"}
-ABOVE_PATCHES = {"verification", "judgement", "stages", "subject", "benchmark", "calibration", "report", "demo"}
+ABOVE_PATCHES = {
+    "verification",
+    "judgement",
+    "stages",
+    "subject",
+    "benchmark",
+    "calibration",
+    "quality",
+    "report",
+    "demo",
+}
 TOP = {"cli", "console", "__main__"}
 ROOMS = ["base", "core", "kernels", "patches", "verification", "command line"]
 

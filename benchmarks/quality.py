@@ -1,0 +1,219 @@
+"""What fewer bits cost: KL to the original on held-out text, with memory and step time beside.
+
+    python benchmarks/quality.py [--only int8 int4] [--windows N] [--json FILE]
+
+The checkpoint that ships with the package, in float32, factored, over all of its held-out text in windows of 256
+tokens: 64 at once, then one per step. Each configuration is compared with the original model position by position;
+those with a limit must keep to it, or the script exits with 1. Steps are timed in turns, one sequence, at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import dataclasses
+import json
+import pathlib
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+
+import mla_convert
+from mla_convert.machine import describe_machine
+from mla_convert.patches.layer import layer_of
+from mla_convert.patches.loading import load_original
+from mla_convert.prompts import read_prompts
+from mla_convert.quality import PREFILL, Quality, Windows, coded_projections, cut_windows, measure, read
+from mla_convert.quiet import no_loading_bars
+from mla_convert.schemes import parse_schemes
+
+EXAMPLE = pathlib.Path(mla_convert.__file__).parent / "example"
+RESULT = pathlib.Path(__file__).parent / "results" / "quality.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class Configuration:
+    """One way to spend fewer bits.
+
+    ``convert`` are options of ``mla_convert.convert`` (None: absorbed weights are derived from the model), ``patch``
+    those of ``mla_convert.patch``. ``unabsorbed`` codes ``kv_b_proj`` in the original model instead of patching it.
+    ``limit`` is the largest mean KL allowed.
+    """
+
+    name: str
+    convert: dict[str, Any] | None = None
+    patch: dict[str, Any] = dataclasses.field(default_factory=dict)
+    unabsorbed: dict[str, Any] | None = None
+    limit: float | None = None
+
+
+CONFIGURATIONS = [
+    Configuration("float32", limit=1e-9),
+    Configuration("weights int8", {"quantize": "int8"}, limit=1e-4),
+    Configuration("weights fp8 128x128", {"quantize": "fp8"}),
+    Configuration("weights fp8 per row", {"quantize": "fp8", "group_size": "row"}),
+    Configuration("weights int4 g32", {"quantize": "int4", "group_size": 32}, limit=1.5e-3),
+    Configuration("weights int4 g64", {"quantize": "int4", "group_size": 64}),
+    Configuration("weights int8, values int4 g32", {"quantize": "int8", "vo_bits": 4}),
+    Configuration("kv_b_proj int8, unabsorbed", unabsorbed={"quantize": "int8"}),
+    Configuration("kv_b_proj fp8 128x128, unabsorbed", unabsorbed={"quantize": "fp8"}),
+    Configuration("kv_b_proj int4 g32, unabsorbed", unabsorbed={"quantize": "int4"}),
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A configuration's figures: bytes of the absorbed weights, of the cache per token, and a step's milliseconds."""
+
+    name: str
+    quality: Quality
+    weight_bytes: int
+    cache_bytes_per_token: float
+    limit: float | None
+    step_ms: float = 0.0
+
+    @property
+    def kept(self) -> bool:
+        """Whether the mean KL is within the limit, if there is one."""
+        return self.limit is None or self.quality.mean_kl <= self.limit
+
+
+@contextlib.contextmanager
+def configured(model: Any, configuration: Configuration) -> Iterator[None]:
+    """``model`` as the configuration has it, for the length of a ``with`` block."""
+    if configuration.unabsorbed is not None:
+        given = configuration.unabsorbed
+        schemes = parse_schemes(
+            given.get("quantize"), given.get("qk_bits"), given.get("vo_bits"), given.get("group_size")
+        )
+        with coded_projections(model, *schemes):
+            yield
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        out = None
+        if configuration.convert is not None:
+            out = pathlib.Path(folder) / "out"
+            mla_convert.convert(EXAMPLE, out, **({"form": "factored", "dtype": "float32"} | configuration.convert))
+        with mla_convert.patched(model, out, **({"form": "factored"} | configuration.patch)):
+            yield
+
+
+def weight_bytes(model: Any) -> int:
+    """Bytes of all absorbed weights in memory; of ``kv_b_proj`` where nothing is patched."""
+    layers = [layer for module in model.modules() if (layer := layer_of(module)) is not None]
+    if layers:
+        return sum(buffer.nbytes for layer in layers for buffer in layer.buffers())
+    return sum(weight.nbytes for name, weight in model.named_parameters() if "kv_b_proj" in name)
+
+
+def tensors_of(value: Any) -> Iterator[torch.Tensor]:
+    """Every tensor that an object holds, in its attributes, lists and dictionaries."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        yield from (tensor for item in value.values() for tensor in tensors_of(item))
+    elif isinstance(value, list | tuple):
+        yield from (tensor for item in value for tensor in tensors_of(item))
+    elif hasattr(value, "__dict__"):
+        yield from tensors_of(vars(value))
+
+
+class Steps:
+    """One model with a cache of 256 tokens, that takes a step and forgets it."""
+
+    def __init__(self, model: Any, ids: torch.Tensor) -> None:
+        self.model, self.token = model, ids[:1, :1]
+        self.cache: Any = DynamicCache(config=model.config)
+        model(ids[:1], cache=self.cache)
+        model(self.token, cache=self.cache)
+        storages = {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors_of(self.cache.layers)}
+        self.length = self.cache.get_seq_length()
+        held = sum(tensor.nbytes for tensor in storages.values())
+        self.bytes_per_token = held / self.length / len(self.cache.layers)
+
+    def step(self) -> float:
+        """Seconds of one step."""
+        start = time.perf_counter()
+        self.model(self.token, cache=self.cache)
+        elapsed = time.perf_counter() - start
+        self.cache.crop(-1)
+        return elapsed
+
+
+@torch.inference_mode()
+def compare(configurations: list[Configuration], windows: Windows, repetitions: int) -> list[Row]:
+    """Measure every configuration on its own copy of the model; then time the steps of all in turns."""
+    with no_loading_bars():
+        original = load_original(EXAMPLE, dtype=torch.float32)
+    reference = read(original, windows)
+    rows, steps = [], []
+    with contextlib.ExitStack() as stack:
+        for configuration in configurations:
+            model = copy.deepcopy(original)
+            stack.enter_context(configured(model, configuration))
+            quality = measure(reference, read(model, windows), windows)
+            steps.append(Steps(model, windows.ids))
+            row = Row(configuration.name, quality, weight_bytes(model), steps[-1].bytes_per_token, configuration.limit)
+            rows.append(row)
+            print(line(row), flush=True)
+        times: list[list[float]] = [[] for _ in steps]
+        for _ in range(repetitions):
+            for one, mine in zip(steps, times, strict=True):
+                mine.append(one.step())
+    medians = [statistics.median(mine) * 1e3 for mine in times]
+    return [dataclasses.replace(row, step_ms=ms) for row, ms in zip(rows, medians, strict=True)]
+
+
+HEADER = (
+    f"{'configuration':<36} {'mean KL':>9} {'median':>9} {'p99':>9} {'experts':>8} {'perplexity':>10} "
+    f"{'weights kB':>10} {'cache B/tok':>11} {'limit':>8}"
+)
+
+
+def line(row: Row) -> str:
+    """A row for people, without its time."""
+    found = row.quality
+    limit = "" if row.limit is None else f"{row.limit:.1e}{'' if row.kept else ' BROKEN'}"
+    return (
+        f"{row.name:<36} {found.mean_kl:9.2e} {found.median_kl:9.2e} {found.p99_kl:9.2e} {found.changed_experts:8d} "
+        f"{found.perplexity:10.4f} {row.weight_bytes / 1e3:10.1f} {row.cache_bytes_per_token:11.0f} {limit:>8}"
+    )
+
+
+def main() -> None:
+    """Parse the command line, measure, print, and write JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="+", metavar="WORD", help="configurations whose names contain one of these")
+    parser.add_argument("--windows", type=int, help="how many windows; by default all of the text")
+    parser.add_argument("--repetitions", type=int, default=50, help="timed steps of each configuration")
+    parser.add_argument("--json", type=pathlib.Path, default=RESULT)
+    args = parser.parse_args()
+    chosen = [c for c in CONFIGURATIONS if not args.only or any(word in c.name for word in args.only)]
+    text = read_prompts(EXAMPLE, 1024)
+    windows = cut_windows(text, args.windows)
+    print(
+        f"{len(text.stream)} tokens, {len(windows.ids)} windows, {int(windows.counted.sum())} positions after {PREFILL}"
+    )
+    print(HEADER)
+    rows = compare(chosen, windows, args.repetitions)
+    print("milliseconds per step, one sequence, history 256, in turns:")
+    for row in rows:
+        print(f"{row.name:<36} {row.step_ms:9.3f}")
+    result = {
+        "machine": dataclasses.asdict(describe_machine(torch.device("cpu"))),
+        "windows": len(windows.ids),
+        "rows": [dataclasses.asdict(row) for row in rows],
+    }
+    args.json.write_text(json.dumps(result, indent=1) + "\n")
+    sys.exit(0 if all(row.kept for row in rows) else 1)
+
+
+if __name__ == "__main__":
+    main()
