@@ -8,6 +8,7 @@ import hashlib
 import os
 import pathlib
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,24 +16,21 @@ import torch
 from mla_convert.architectures import Family, LayerSpec, find_family, layer_spec, layer_specs, normalize_config
 from mla_convert.errors import CheckpointError, FormatError
 from mla_convert.folders import Layout, Stored, find_tensors, open_folder, read_config
-from mla_convert.formats import (
-    FP8,
-    SCALE_SUFFIX,
-    Fp8Blocks,
-    count_nonfinite,
-    dequantize_fp8_blocks,
-    parse_quantization,
-    refuse_nonfinite,
-    refuse_overflow,
-)
-from mla_convert.integrity import check_layers, check_scales
+from mla_convert.formats import count_nonfinite, refuse_nonfinite, refuse_overflow
+from mla_convert.integrity import check_layers
 from mla_convert.paths import path_of, reading
-from mla_convert.shards import read_piece
+from mla_convert.quantization_config import Quantization, SourceScheme, parse_quantization
+from mla_convert.quantized import find_quantized, split_name
+from mla_convert.readers import Codes
+from mla_convert.shards import is_readable, parse_json, read_metadata, read_piece
 
 
 @dataclasses.dataclass(frozen=True)
 class TensorInfo:
-    """What the headers say of one tensor: its shape (native parts joined), dtype as stored, and files."""
+    """What the headers say of one tensor: its shape (native parts joined), dtype as stored, and files.
+
+    Of a weight that is stored in codes: the weight's own shape, the codes' dtype, and the files of all its parts.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -43,9 +41,10 @@ class TensorInfo:
 class Checkpoint:
     """A checkpoint on disk: one ``model.safetensors``, shards with an index, or DeepSeek-native parts.
 
-    Names are Hugging Face's in every layout. Opening reads the config and the files' headers and checks them against
-    each other; tensors are read when asked for, each alone. No file is kept open, so that a checkpoint can be pickled
-    and used from several threads.
+    Names are Hugging Face's in every layout, and a weight that is stored in codes has the name that it would have
+    without them (``module.weight``), whatever its parts are called. Opening reads the config and the files' headers
+    and checks them against each other; tensors are read when asked for, each alone. No file is kept open, so that a
+    checkpoint can be pickled and used from several threads.
     """
 
     path: pathlib.Path
@@ -58,7 +57,7 @@ class Checkpoint:
     layers: tuple[LayerSpec, ...]
     #: Multi-token-prediction layers beyond ``num_hidden_layers`` that the files hold; transformers leaves them out.
     extra_layers: tuple[LayerSpec, ...]
-    quantization: Fp8Blocks | None
+    quantization: Quantization | None
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Checkpoint:
@@ -80,14 +79,17 @@ class Checkpoint:
         self.config = normalize_config(self.raw_config)
         self.family = find_family(self.config)
         self.layers = layer_specs(self.config)
-        self.quantization = _quantization(path, self.config)
+        self.quantization = parse_quantization(self.raw_config | self.config, _modelopt(path))
         for key in ("quantization_config", "compression_config"):
             self.config.pop(key, None)
         self._default_dtype = _config_dtype(self.config)
         self.layout, self._tensors = find_tensors(path)
         self.extra_layers = self._find_extra_layers()
-        check_layers(self._tensors, (*self.layers, *self.extra_layers))
-        check_scales(self._tensors, self.quantization)
+        layers = (*self.layers, *self.extra_layers)
+        shapes = {name: shape for layer in layers for name, shape in layer.shapes().items()}
+        self._quantized, self._beside = find_quantized(self._tensors, self.quantization, shapes)
+        check_layers(self._tensors, self._quantized, self.quantization, layers)
+        self._metadata = _metadata(self._tensors, self.quantization)
 
     def __repr__(self) -> str:
         return f"<Checkpoint {self.family.model_type} {self.layout}, {len(self._tensors)} tensors, {str(self.path)!r}>"
@@ -99,30 +101,49 @@ class Checkpoint:
         """Nothing is held open; ``with`` only bounds the use."""
 
     def __contains__(self, name: object) -> bool:
-        return name in self._tensors
+        return name in self._tensors or name in self._quantized
 
     def names(self) -> list[str]:
-        """Names of all tensors, scales included, sorted."""
+        """Names of all tensors as they are stored, scales and other parts included, sorted."""
         return sorted(self._tensors)
+
+    def weight_names(self) -> list[str]:
+        """Names of everything that :meth:`weight` gives, sorted."""
+        parts = {part.name for weight in self._quantized.values() for part in weight.tensors.values()}
+        return sorted({*self._quantized, *(self._tensors.keys() - parts - self._beside)})
 
     def info(self, name: str) -> TensorInfo:
         """Shape, stored dtype and files of one tensor, without reading it."""
         tensor = self._find(name)
-        files = tuple(dict.fromkeys(piece.file.name for piece in tensor.pieces))
-        return TensorInfo(name, tensor.shape, tensor.dtype, files)
+        weight = self._quantized.get(name)
+        tensors = [tensor] if weight is None else [tensor, *weight.companions.values()]
+        files = tuple(dict.fromkeys(piece.file.name for each in tensors for piece in each.pieces))
+        return TensorInfo(name, tensor.shape if weight is None else weight.shape, tensor.dtype, files)
 
     def quantized(self, name: str) -> bool:
-        """Whether the tensor is stored as FP8 codes."""
-        return self._find(name).dtype == FP8
+        """Whether the tensor is a weight that is stored in codes."""
+        return self.scheme(name) is not None
 
-    def scale_name(self, name: str) -> str | None:
-        """Name of the scale that belongs to a tensor stored as codes; None for others."""
-        return name + SCALE_SUFFIX if self.quantized(name) else None
+    def scheme(self, name: str) -> SourceScheme | None:
+        """How a weight is stored in codes; None for others."""
+        self._find(name)
+        return self._quantized[name].scheme if name in self._quantized else None
+
+    def companions(self, name: str) -> tuple[str, ...]:
+        """Names, as stored, of what belongs to a weight's codes: scales, zero points, an order; none for others."""
+        self._find(name)
+        weight = self._quantized.get(name)
+        return () if weight is None else tuple(tensor.name for tensor in weight.companions.values())
+
+    def stored_bytes(self, name: str) -> int:
+        """Bytes of a tensor as stored, with everything that belongs to it."""
+        tensors = [self._find(each) for each in (name, *self.companions(name))]
+        return sum(torch.Size(tensor.shape).numel() * tensor.dtype.itemsize for tensor in tensors)
 
     def source_dtype(self, name: str) -> torch.dtype:
-        """Dtype of the logical weight: the config's for one stored as codes, else the stored one."""
+        """Dtype of the logical weight: the config's for one stored in codes, else the stored one."""
         tensor = self._find(name)
-        return self._default_dtype if tensor.dtype == FP8 else tensor.dtype
+        return self._default_dtype if name in self._quantized else tensor.dtype
 
     def read(self, name: str) -> torch.Tensor:
         """The tensor as stored (codes as codes), native parts joined, in memory of its own.
@@ -144,22 +165,18 @@ class Checkpoint:
     def weight(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The tensor's logical values in ``dtype`` (by default :meth:`source_dtype`).
 
-        FP8 blocks are multiplied by their scales in float32 and rounded once. FormatError where a value is NaN or
-        infinite, as stored or because ``dtype`` cannot hold it; integer tensors come as they are.
+        Codes are multiplied by their scales in float32 and rounded once. FormatError where a value is NaN or infinite,
+        as stored or because ``dtype`` cannot hold it; integer tensors come as they are.
         """
         tensor = self._find(name)
-        if name.endswith(SCALE_SUFFIX):
+        if name in self._beside:
             raise FormatError(f"{name} is a scale, not a weight; read() gives it as stored")
-        if tensor.dtype == FP8:
-            assert self.quantization is not None  # held by check_scales
-            return dequantize_fp8_blocks(
-                self.read(name),
-                self.read(name + SCALE_SUFFIX),
-                self.quantization.block_size,
-                dtype or self._default_dtype,
-                name=name,
-            )
-        stored = self.read(name)
+        weight = self._quantized.get(name)
+        if weight is not None:
+            parts = {suffix: self.read(part.name) for suffix, part in weight.tensors.items()}
+            codes = Codes(name, weight.shape, weight.scheme, parts, self._metadata)
+            return weight.format.read(codes, dtype or self._default_dtype)
+        stored = self.read(tensor.name)
         if not stored.is_floating_point():
             return stored
         refuse_nonfinite(name, count_nonfinite(stored), stored.numel(), stored.dtype)
@@ -168,8 +185,18 @@ class Checkpoint:
         return values
 
     def digest(self, name: str) -> str:
-        """SHA-256, in hex, of the tensor's bytes as stored, row-major, native parts joined; scales have their own."""
+        """SHA-256, in hex, of the tensor's bytes as stored, row-major, native parts joined.
+
+        Of a weight that is stored in codes: of the codes. What belongs to them has digests of its own.
+        """
         return tensor_digest(self.read(name))
+
+    def companion_digests(self, name: str) -> dict[str, str]:
+        """Digests of everything that a weight's codes mean nothing without, by name as stored."""
+        digests = {each: self.digest(each) for each in self.companions(name)}
+        if name in self._metadata and name in self._quantized:
+            digests[f"{name} (metadata)"] = hashlib.sha256(self._metadata[name].encode()).hexdigest()
+        return digests
 
     def state_dict(self, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
         """All weights in plain numbers under Hugging Face names, without scales, as :meth:`weight` gives each.
@@ -178,17 +205,26 @@ class Checkpoint:
         state_dict=checkpoint.state_dict(dtype), dtype=dtype)``. Without its own ``dtype``, ``from_pretrained`` casts
         everything to the config's.
         """
-        return {name: self.weight(name, dtype) for name in self.names() if not name.endswith(SCALE_SUFFIX)}
+        self.refuse_unreadable()
+        return {name: self.weight(name, dtype) for name in self.weight_names()}
+
+    def refuse_unreadable(self) -> None:
+        """FormatError where weights beside the attention's are stored in a form that is not read."""
+        if self.quantization is not None and self.quantization.unreadable:
+            raise FormatError(f"{self.path} has weights that cannot be read: {self.quantization.unreadable}")
 
     def _find(self, name: str) -> Stored:
+        if name in self._quantized:
+            return self._quantized[name].codes
         if name not in self._tensors:
-            near = difflib.get_close_matches(name, self._tensors, n=1)
+            near = difflib.get_close_matches(name, [*self._tensors, *self._quantized], n=1)
             raise CheckpointError(f"{self.path} has no tensor {name}{f'; did you mean {near[0]}?' if near else ''}")
         return self._tensors[name]
 
     def _find_extra_layers(self) -> tuple[LayerSpec, ...]:
-        pattern = re.escape(layer_spec(self.config, 0).kv_b).replace(r"\.0\.", r"\.(\d+)\.")
-        found = (re.fullmatch(pattern, name) for name in self._tensors)
+        module, _ = split_name(layer_spec(self.config, 0).kv_b)
+        pattern = re.compile(re.escape(module).replace(r"\.0\.", r"\.(\d+)\."))
+        found = (pattern.fullmatch(each) for each in {split_name(name)[0] for name in self._tensors})
         indices = sorted(int(match.group(1)) for match in found if match)
         return tuple(layer_spec(self.config, index) for index in indices if index >= len(self.layers))
 
@@ -204,14 +240,20 @@ def _raw(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(sizes[tensor.element_size()])
 
 
-def _quantization(path: pathlib.Path, config: dict[str, Any]) -> Fp8Blocks | None:
-    blocks = parse_quantization(config)
-    if blocks is None and (path / "hf_quant_config.json").exists():
-        raise FormatError(
-            f"{path} has a hf_quant_config.json (ModelOpt); supported are plain weights and FP8 blocks: "
-            "take the checkpoint in one of these forms"
-        )
-    return blocks
+def _modelopt(path: pathlib.Path) -> dict[str, Any] | None:
+    """ModelOpt's own file, where the folder has it."""
+    file = path / "hf_quant_config.json"
+    if not is_readable(file):
+        return None
+    return parse_json(file.read_bytes(), what=str(file), hint="take the one that belongs to the checkpoint")
+
+
+def _metadata(tensors: Mapping[str, Stored], quantization: Quantization | None) -> dict[str, str]:
+    """What the files say of themselves; needed for torchao's weights alone, and empty for others."""
+    if quantization is None or quantization.method != "torchao":
+        return {}
+    files = {piece.file: None for tensor in tensors.values() for piece in tensor.pieces}
+    return {key: value for file in files for key, value in read_metadata(file).items()}
 
 
 def _config_dtype(config: dict[str, Any]) -> torch.dtype:

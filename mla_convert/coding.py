@@ -51,17 +51,18 @@ def code_tensor(
 
 def takes_over(checkpoint: Checkpoint, spec: LayerSpec, key: str, scheme: Scheme) -> bool:
     """Whether codes and scales are taken over from the source as they are."""
-    if key not in ("k_b", "v_b") or not checkpoint.quantized(spec.kv_b):
+    source = checkpoint.scheme(spec.kv_b)
+    if key not in ("k_b", "v_b") or source is None or not source.is_fp8:
         return False
-    return slices_line_up(checkpoint.quantization, scheme, spec.geometry)
+    return slices_line_up(source.block, scheme, spec.geometry)
 
 
 def _sliced(checkpoint: Checkpoint, spec: LayerSpec, key: str, scheme: Scheme) -> Quantized | None:
     if not takes_over(checkpoint, spec, key, scheme):
         return None
-    scale_name = checkpoint.scale_name(spec.kv_b)
-    assert scale_name is not None
-    return slice_fp8(checkpoint.read(spec.kv_b), checkpoint.read(scale_name), spec.geometry, keys=key == "k_b")
+    (scale_name,) = checkpoint.companions(spec.kv_b)
+    scale = checkpoint.read(scale_name).reshape(scheme.grid(spec.geometry.kv_b_shape))
+    return slice_fp8(checkpoint.read(spec.kv_b), scale, spec.geometry, keys=key == "k_b")
 
 
 def _named(planned: StoredTensor, coded: Quantized) -> dict[str, Tensor]:

@@ -7,8 +7,6 @@ import pathlib
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
-import torch
-
 from mla_convert.absorption import Form, SideReads, reads
 from mla_convert.checkpoint import Checkpoint
 from mla_convert.destination import CARD, free_space
@@ -112,14 +110,14 @@ def make_report(
         dtype=dtype_of(tensors),
         qk=_side([layer.forms.qk for layer in planned], [reads(layer.spec.geometry).qk for layer in planned]),
         vo=_side([layer.forms.vo for layer in planned], [reads(layer.spec.geometry).vo for layer in planned]),
-        bytes_in=sum(stored_bytes(checkpoint, name) for layer in planned for name in layer.sources),
+        bytes_in=sum(checkpoint.stored_bytes(name) for layer in planned for name in layer.sources),
         bytes_out=sum(tensor.nbytes for tensor in tensors),
         bytes_free=free_space(folder),
         seconds=seconds,
         largest_error=worst.largest_error if worst else None,
         largest_error_tensor=worst.name if worst and worst.largest_error else None,
         files=files,
-        notes=(*_notes(checkpoint, folder, stored, files), *notes),
+        notes=(*_notes(checkpoint, planned, folder, stored, files), *notes),
         dry_run=stored is None,
         quantization=quantization_of(tensors),
         tensors=tuple(_tensor(tensor) for tensor in done if tensor.scheme is not None),
@@ -140,13 +138,19 @@ def _tensor(tensor: StoredTensor) -> TensorReport:
 
 
 def _notes(
-    checkpoint: Checkpoint, folder: pathlib.Path, stored: Sequence[StoredLayer] | None, files: tuple[str, ...]
+    checkpoint: Checkpoint,
+    planned: Sequence[PlannedLayer],
+    folder: pathlib.Path,
+    stored: Sequence[StoredLayer] | None,
+    files: tuple[str, ...],
 ) -> Iterable[str]:
     if checkpoint.extra_layers:
         numbers = ", ".join(str(spec.index) for spec in checkpoint.extra_layers)
         yield f"layer {numbers}, for multi-token prediction, is absorbed too"
-    if checkpoint.quantization is not None:
-        yield "FP8 blocks of the source were dequantized in float32 and the result rounded once"
+    schemes = (checkpoint.scheme(name) for layer in planned for name in layer.sources)
+    labels = dict.fromkeys(scheme.label for scheme in schemes if scheme is not None)
+    if labels:
+        yield f"codes of the source ({'; '.join(labels)}) were dequantized in float32 and the result rounded once"
     sliced = [tensor for layer in stored or () for tensor in layer.tensors.values() if tensor.rounding == "sliced"]
     if sliced:
         yield (
@@ -163,13 +167,6 @@ def _side(forms: Sequence[Form], figures: Sequence[SideReads]) -> SideReport:
         factored=sum(figure.factored for figure in figures),
         fused=sum(figure.fused for figure in figures),
     )
-
-
-def stored_bytes(checkpoint: Checkpoint, name: str) -> int:
-    """Bytes of a source tensor as stored, with its scale."""
-    names = [name] + [scale for scale in [checkpoint.scale_name(name)] if scale is not None]
-    infos = [checkpoint.info(each) for each in names]
-    return sum(torch.Size(info.shape).numel() * info.dtype.itemsize for info in infos)
 
 
 def dtype_of(tensors: Iterable[StoredTensor]) -> str:

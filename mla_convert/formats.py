@@ -1,40 +1,30 @@
-"""Quantized forms in which checkpoints hold weights, and the way back to plain numbers.
+"""Codes in blocks that share a scale, and what holds for every stored number: it is finite, or it is refused.
 
-FP8 blocks: a weight ``[rows, columns]`` in float8_e4m3fn, and a scale for each block of ``block_size`` (128 × 128 in
-every public checkpoint), ``[ceil(rows / block rows), ceil(columns / block columns)]``; blocks at the lower and right
-edge may be partial. ``weight[i, j] = code[i, j] · scale[i // block rows, j // block columns]``, computed in float32.
+A weight ``[rows, columns]`` in float8_e4m3fn or int8, and a scale for each block of ``block_size`` (128 × 128 in every
+public FP8 checkpoint), ``[ceil(rows / block rows), ceil(columns / block columns)]``; blocks at the lower and right edge
+may be partial. ``weight[i, j] = code[i, j] · scale[i // block rows, j // block columns]``, computed in float32. A scale
+for each row, or for the whole tensor, is the same with blocks of that size. Other forms are in
+:mod:`mla_convert.readers`.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable
 
 import torch
 
 from mla_convert.errors import FormatError
 
-SCALE_SUFFIX = "_scale_inv"
 FP8 = torch.float8_e4m3fn
+#: Dtypes of codes that are multiplied by a scale as they are.
+CODES = (FP8, torch.int8)
 #: Dtypes of a scale: plain floats, or one exponent byte each (UE8M0).
 SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu, torch.uint8)
 PLAIN_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 _CHUNK = 1 << 22
-
-
-@dataclasses.dataclass(frozen=True)
-class Fp8Blocks:
-    """The FP8 block quantization of a checkpoint: block size (rows, columns), and the format its scales are in."""
-
-    block_size: tuple[int, int]
-    scale_fmt: str | None = None
-
-    def grid(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        """Shape of the scale of a weight of ``shape`` [rows, columns]."""
-        return scale_grid(shape, self.block_size)
+_SLAB = 256
 
 
 def scale_grid(shape: tuple[int, ...], block_size: tuple[int, int]) -> tuple[int, int]:
@@ -42,56 +32,38 @@ def scale_grid(shape: tuple[int, ...], block_size: tuple[int, int]) -> tuple[int
     return -(-shape[0] // block_size[0]), -(-shape[1] // block_size[1])
 
 
-def parse_quantization(config: Mapping[str, Any]) -> Fp8Blocks | None:
-    """What ``quantization_config`` says, None without one; FormatError for what cannot be read."""
-    given = config.get("quantization_config") or config.get("compression_config")
-    if given is None:
-        return None
-    method = given.get("quant_method") if isinstance(given, Mapping) else given
-    if not isinstance(given, Mapping) or method != "fp8":
-        raise FormatError(
-            f"the config's quantization_config has quant_method = {method!r}; supported is 'fp8' with "
-            "weight_block_size: dequantize the checkpoint with its own tools, or take one in bfloat16 or FP8 blocks"
-        )
-    return Fp8Blocks(_block_size(given), given.get("scale_fmt"))
-
-
-def _block_size(given: Mapping[str, Any]) -> tuple[int, int]:
-    block = given.get("weight_block_size")
-    whole = isinstance(block, list | tuple) and all(type(n) is int and n > 0 for n in block)
-    if not isinstance(block, list | tuple) or not whole or len(block) != 2:
-        raise FormatError(
-            f"the config's quantization_config has weight_block_size = {block!r}; supported are FP8 blocks of "
-            "[rows, columns], such as [128, 128] (FP8 with one scale for a whole tensor is not)"
-        )
-    if given.get("fmt", "e4m3") != "e4m3":
-        raise FormatError(f"the config's quantization_config has fmt = {given['fmt']!r}; supported is 'e4m3'")
-    return block[0], block[1]
-
-
-def dequantize_fp8_blocks(
+def dequantize_blocks(
     codes: torch.Tensor,
     scale: torch.Tensor,
     block_size: tuple[int, int],
     dtype: torch.dtype = torch.float32,
     *,
     name: str = "weight",
+    scale_name: str = "scale",
 ) -> torch.Tensor:
-    """``codes`` [rows, columns] float8_e4m3fn times its blocks' ``scale``, multiplied in float32 and rounded once to
-    ``dtype``; extra memory is one row of blocks.
+    """``codes`` [rows, columns] in float8_e4m3fn or int8 times their blocks' ``scale``.
 
+    Multiplied in float32 and rounded once to ``dtype``; extra memory is one row of blocks, and at least 256 rows.
     Raises FormatError, naming ``name``, for codes of another kind, a scale of the wrong size or with a value that is
     no positive finite number, and results that are NaN or infinite.
     """
-    check_grid(name, tuple(codes.shape), codes.dtype, tuple(scale.shape), block_size)
-    factors = decode_scale(scale, name=name + SCALE_SUFFIX)
+    if codes.dtype not in CODES or codes.dim() != 2:
+        raise FormatError(
+            f"{name} is stored in {plain(codes.dtype)} with shape {list(codes.shape)}; supported are weights of two "
+            f"dimensions in {', '.join(map(plain, CODES))}"
+        )
+    if tuple(scale.shape) != scale_grid(codes.shape, block_size):
+        raise wrong_shape(scale_name, scale.shape, name, codes.shape, block_size, [scale_grid(codes.shape, block_size)])
+    factors = decode_scale(scale, name=scale_name)
     rows, columns = block_size
+    blocks = -(-_SLAB // rows)  # in one slab
     out = torch.empty(codes.shape, dtype=dtype, device=codes.device)
     bad = lost = 0
-    for block, factor in enumerate(factors):
-        at = slice(block * rows, (block + 1) * rows)
+    for first in range(0, len(factors), blocks):
+        at = slice(first * rows, (first + blocks) * rows)
         wide = codes[at].to(torch.float32)
-        wide *= factor.repeat_interleave(columns)[: codes.shape[1]]
+        factor = factors[first : first + blocks].repeat_interleave(rows, 0)[: len(wide)]
+        wide *= factor.repeat_interleave(columns, 1)[:, : codes.shape[1]]
         out[at] = wide
         bad += count_nonfinite(wide)
         lost += count_nonfinite(out[at])
@@ -100,37 +72,35 @@ def dequantize_fp8_blocks(
     return out
 
 
-def check_grid(
+def wrong_shape(
+    part: str,
+    found: Iterable[int],
     name: str,
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    scale_shape: tuple[int, ...],
+    shape: Iterable[int],
     block_size: tuple[int, int],
-) -> None:
-    """Whether a scale of ``scale_shape`` can belong to an FP8 weight; FormatError with both sizes where it cannot."""
-    if dtype != FP8:
-        raise FormatError(f"{name} has a scale but is stored in {plain(dtype)}; supported is float8_e4m3fn")
-    if len(shape) != 2:
-        raise FormatError(f"{name} is an FP8 tensor of shape {list(shape)}; supported are weights of two dimensions")
-    expected = scale_grid(shape, block_size)
-    if scale_shape != expected:
-        raise FormatError(
-            f"{name}{SCALE_SUFFIX} has shape {list(scale_shape)}, but {name} of shape {list(shape)} in blocks of "
-            f"{list(block_size)} needs {list(expected)}: one of them, or the config's weight_block_size, is not of "
-            "this checkpoint"
-        )
+    needed: Iterable[tuple[int, ...]],
+) -> FormatError:
+    """The error for a tensor that goes with a weight's codes and does not fit them."""
+    return FormatError(
+        f"{part} has shape {list(found)}, but {name} of shape {list(shape)} in blocks of {list(block_size)} needs "
+        f"{' or '.join(str(list(each)) for each in needed)}: one of them, or the config's quantization_config, is not "
+        "of this checkpoint"
+    )
 
 
-def decode_scale(scale: torch.Tensor, *, name: str = "scale") -> torch.Tensor:
+def decode_scale(scale: torch.Tensor, *, name: str = "scale", may_be_zero: bool = False) -> torch.Tensor:
     """A scale in float32. Bytes (uint8 or float8_e8m0fnu) are UE8M0 exponents, ``2 ** (byte - 127)``, and 255 is NaN.
 
-    FormatError where a value is not a positive finite number.
+    FormatError where a value is not a positive finite number. ``may_be_zero``: nor 0, which is what the scale of a
+    group of tiny weights becomes where scales themselves have few bits.
     """
-    if scale.dtype not in SCALE_DTYPES:
+    if scale.dtype not in (*SCALE_DTYPES, FP8):
         supported = ", ".join(plain(dtype) for dtype in SCALE_DTYPES)
         raise FormatError(f"{name} is stored in {plain(scale.dtype)}; supported are {supported}")
-    factors = _ue8m0(scale.view(torch.uint8)) if scale.element_size() == 1 else scale.to(torch.float32)
-    bad = int((~(torch.isfinite(factors) & (factors > 0))).sum())
+    exponents = scale.dtype in (torch.uint8, torch.float8_e8m0fnu)
+    factors = _ue8m0(scale.view(torch.uint8)) if exponents else scale.to(torch.float32)
+    sound = torch.isfinite(factors) & ((factors >= 0) if may_be_zero else (factors > 0))
+    bad = int((~sound).sum())
     if bad:
         raise FormatError(
             f"{name} has {bad} of {factors.numel()} values that are NaN, infinite, zero or negative; a scale is a "

@@ -124,7 +124,8 @@ class StoredLayer:
 class SourceTensor:
     """A source tensor as it was stored: ``sha256`` is of its logical row-major bytes (codes, where it is quantized).
 
-    The scales of a quantized tensor are hashed apart. ``source_dtype`` is the dtype of its logical values.
+    ``form`` says how a quantized one is stored, and ``companions`` has the hashes of its scales, zero points and so on,
+    by name. ``source_dtype`` is the dtype of its logical values.
     """
 
     name: str
@@ -132,14 +133,13 @@ class SourceTensor:
     dtype: str
     sha256: str
     source_dtype: torch.dtype
-    block_size: tuple[int, int] | None = None
-    scale_name: str | None = None
-    scale_sha256: str | None = None
+    form: str | None = None
+    companions: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def quantized(self) -> bool:
         """Whether it was stored as codes with scales."""
-        return self.scale_name is not None
+        return self.form is not None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -233,6 +233,5 @@ def source_to_dict(tensor: SourceTensor) -> dict[str, Any]:
         "quantized": tensor.quantized,
     }
     if tensor.quantized:
-        entry["block_size"] = None if tensor.block_size is None else list(tensor.block_size)
-        entry["scale"] = {"name": tensor.scale_name, "sha256": tensor.scale_sha256}
+        entry |= {"form": tensor.form, "companions": dict(tensor.companions)}
     return entry

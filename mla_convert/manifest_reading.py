@@ -128,17 +128,15 @@ def source_from_dict(name: str, entry: Any, where: str) -> SourceTensor:
     """One source tensor as the manifest describes it; ``where`` names the file. SidecarError for damage."""
     where = f"{where}, source tensor {name}"
     quantized = _take(entry, "quantized", bool, where)
-    scale = _take(entry, "scale", dict, where) if quantized else {}
-    block = _take(entry, "block_size", list, where) if quantized else None
+    companions = _take(entry, "companions", dict, where) if quantized else {}
     return SourceTensor(
         name=name,
         shape=_shape(entry, where),
         dtype=_take(entry, "dtype", str, where),
         sha256=_take(entry, "sha256", str, where),
         source_dtype=_choice(entry, "source_dtype", _DTYPES, where),
-        block_size=None if block is None else (block[0], block[1]),
-        scale_name=_take(scale, "name", str, where) if quantized else None,
-        scale_sha256=_take(scale, "sha256", str, where) if quantized else None,
+        form=_take(entry, "form", str, where) if quantized else None,
+        companions={part: _take(companions, part, str, where) for part in companions},
     )
 
 

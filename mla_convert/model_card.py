@@ -56,7 +56,7 @@ made from another checkpoint are refused.
 def model_card(manifest: Manifest, raw_config: Mapping[str, Any]) -> str:
     """The card's text; ``raw_config`` is the source's config, which may name the model on the hub."""
     base = _base_model(raw_config)
-    quantized = any(tensor.quantized for tensor in manifest.source.tensors.values())
+    forms = dict.fromkeys(tensor.form for tensor in manifest.source.tensors.values() if tensor.form is not None)
     return _CARD.format(
         front=f"base_model: {base}\n" if base else "",
         of=f" of {base}" if base else "",
@@ -68,7 +68,7 @@ def model_card(manifest: Manifest, raw_config: Mapping[str, Any]) -> str:
         rows="\n".join(_rows(manifest.layers)),
         version=manifest.tool_version,
         layout=manifest.source.layout,
-        quantized=" with FP8 blocks, dequantized in float32" if quantized else "",
+        quantized=f" with weights in codes ({'; '.join(forms)}), dequantized in float32" if forms else "",
     )
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mla_convert.errors import FormatError, SidecarError
-from mla_convert.formats import FP8, Fp8Blocks, count_nonfinite, decode_scale
+from mla_convert.formats import FP8, count_nonfinite, decode_scale
 from mla_convert.geometry import MLAGeometry
 from mla_convert.schemes import FP8_BLOCKS, REACH, Scheme
 
@@ -134,12 +134,12 @@ def expand(scales: Tensor, scheme: Scheme, shape: tuple[int, ...]) -> Tensor:
     return each_row if scheme.by_row else each_row.repeat_interleave(columns, 1)[:, : shape[1]]
 
 
-def slices_line_up(blocks: Fp8Blocks | None, scheme: Scheme, g: MLAGeometry) -> bool:
+def slices_line_up(blocks: tuple[int | None, int | None] | None, scheme: Scheme, g: MLAGeometry) -> bool:
     """Whether ``kv_b_proj`` in FP8 ``blocks`` falls apart into key and value slices that keep whole blocks.
 
     N and V must be multiples of the block's rows; and the source's blocks those of the scheme.
     """
-    if blocks is None or scheme != FP8_BLOCKS or tuple(blocks.block_size) != scheme.block:
+    if blocks is None or scheme != FP8_BLOCKS or blocks != scheme.block:
         return False
     return g.qk_nope_head_dim % scheme.block[0] == 0 and g.v_head_dim % scheme.block[0] == 0
 

@@ -78,7 +78,7 @@ def _plan_layer(
             source_dtype = torch.promote_types(source_dtype, checkpoint.source_dtype(other))
         if source_dtype not in FLOAT_DTYPES:
             raise FormatError(
-                f"{spec.kv_b} is stored as {plain(source_dtype)}; supported are FP8 blocks and "
+                f"{spec.kv_b} is stored as {plain(source_dtype)}; supported are "
                 f"{', '.join(map(plain, FLOAT_DTYPES))}: take the checkpoint in one of these forms"
             )
         name = f"{spec.prefix}.{SUFFIXES[key]}"

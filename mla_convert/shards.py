@@ -59,20 +59,35 @@ def read_header(file: pathlib.Path) -> dict[str, Piece]:
 
     CheckpointError for a file that is missing, cut short, too long, or whose header is damaged or names a tensor twice.
     """
+    text, size = _read_header(file)
+    header = parse_json(text, what=f"the header of {file}", hint=_AGAIN)
+    header.pop("__metadata__", None)
+    base = 8 + len(text)
+    pieces = {name: _piece(file, name, entry, base) for name, entry in header.items()}
+    _check_extent(file, pieces, base, size)
+    return pieces
+
+
+def read_metadata(file: pathlib.Path) -> dict[str, str]:
+    """What a safetensors file says of itself (``__metadata__``); errors as of :func:`read_header`."""
+    text, _ = _read_header(file)
+    said = parse_json(text, what=f"the header of {file}", hint=_AGAIN).get("__metadata__") or {}
+    if not isinstance(said, dict) or not all(isinstance(value, str) for value in said.values()):
+        raise CheckpointError(f"the header of {file} has metadata that are not texts by name; {_AGAIN}")
+    return said
+
+
+def _read_header(file: pathlib.Path) -> tuple[bytes, int]:
+    """The header's JSON, and the size of the file."""
     try:
         size = file.stat().st_size
         with file.open("rb") as stream:
             start = stream.read(8)
             length = int.from_bytes(start, "little")
             _check_beginning(file, start, length, size)
-            text = stream.read(length)
+            return stream.read(length), size
     except OSError as error:
         raise _unreadable(file, error) from error
-    header = parse_json(text, what=f"the header of {file}", hint=_AGAIN)
-    header.pop("__metadata__", None)
-    pieces = {name: _piece(file, name, entry, 8 + length) for name, entry in header.items()}
-    _check_extent(file, pieces, 8 + length, size)
-    return pieces
 
 
 def read_piece(piece: Piece) -> torch.Tensor:

@@ -14,7 +14,7 @@ import torch
 from mla_convert.absorption import Rounding
 from mla_convert.checkpoint import Checkpoint
 from mla_convert.coding import code_tensor
-from mla_convert.conversion_report import dtype_of, stored_bytes
+from mla_convert.conversion_report import dtype_of
 from mla_convert.destination import SHARD
 from mla_convert.journal import fingerprint
 from mla_convert.manifest import Manifest, Source, SourceTensor, StoredLayer, StoredTensor, source_to_dict
@@ -59,7 +59,7 @@ def sidecar_job(
         source=watch.stamps,
         device=device.type,
     )
-    read = max(stored_bytes(checkpoint, name) for layer in planned for name in layer.sources)
+    read = max(checkpoint.stored_bytes(name) for layer in planned for name in layer.sources)
     written = max(tensor.nbytes for layer in planned for tensor in layer.tensors.values())
     return Job(files, units, plan, largest=max(read, written))
 

@@ -148,7 +148,7 @@ class AbsorbedCheckpoint:
             )
         elif found.sha256 != made_from.sha256:
             reason = f"has other values (sha256 {found.sha256[:12]}…, made from {made_from.sha256[:12]}…)"
-        elif (found.scale_sha256, found.block_size) != (made_from.scale_sha256, made_from.block_size):
+        elif (found.form, found.companions) != (made_from.form, made_from.companions):
             reason = "has the codes that the absorbed weights were made from, and other scales"
         else:
             return
@@ -177,17 +177,15 @@ def own_sidecar(source: str | os.PathLike[str]) -> str | None:
 
 def describe_source(checkpoint: Checkpoint, name: str) -> SourceTensor:
     """What the manifest records of one source tensor; reads it to hash it."""
-    info, scale = checkpoint.info(name), checkpoint.scale_name(name)
-    blocks = checkpoint.quantization
+    info, scheme = checkpoint.info(name), checkpoint.scheme(name)
     return SourceTensor(
         name=name,
         shape=info.shape,
         dtype=plain(info.dtype),
         sha256=checkpoint.digest(name),
         source_dtype=checkpoint.source_dtype(name),
-        block_size=None if scale is None or blocks is None else blocks.block_size,
-        scale_name=scale,
-        scale_sha256=None if scale is None else checkpoint.digest(scale),
+        form=None if scheme is None else scheme.label,
+        companions=checkpoint.companion_digests(name),
     )
 
 

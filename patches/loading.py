@@ -13,7 +13,6 @@ from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelF
 
 from mla_convert.checkpoint import Checkpoint
 from mla_convert.errors import CheckpointError
-from mla_convert.formats import SCALE_SUFFIX
 from mla_convert.patches.apply import patch
 from mla_convert.storage import own_sidecar
 
@@ -27,12 +26,14 @@ def load_original(
 ) -> PreTrainedModel:
     """The unpatched transformers model of a checkpoint folder, in evaluation mode.
 
-    Plain Hugging Face folders go through ``from_pretrained``. FP8 blocks and DeepSeek's native parts are read
-    by this package: transformers misreads partial blocks on a CPU, and does not know the parts.
+    Plain Hugging Face folders go through ``from_pretrained``. Quantized weights and DeepSeek's native parts are read
+    by this package: transformers misreads partial FP8 blocks on a CPU, keeps other codes packed, and does not know the
+    parts.
 
     Args:
         dtype: of the model; by default the config's own.
-        stored_dtype: what FP8 weights are rounded to once, before the cast to ``dtype``; by default the config's own.
+        stored_dtype: what quantized weights are rounded to once, before the cast to ``dtype``; by default the config's
+            own.
         kwargs: handed to ``from_pretrained``.
     """
     checkpoint = Checkpoint.open(source)
@@ -42,10 +43,10 @@ def load_original(
     values = {k: v for k, v in checkpoint.config.items() if k != "quantization_config"}
     with _loading(source):
         config = CONFIG_MAPPING[values["model_type"]](**values)
+    checkpoint.refuse_unreadable()
     state = {
         name: checkpoint.weight(name, stored_dtype if checkpoint.quantized(name) else None)
-        for name in checkpoint.names()
-        if not name.endswith(SCALE_SUFFIX)
+        for name in checkpoint.weight_names()
     }
     plain_dtype = dtype or getattr(torch, values.get("dtype", "float32"))
     kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]

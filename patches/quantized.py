@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mla_convert.absorption import FLOAT_DTYPES
 from mla_convert.errors import PatchError
-from mla_convert.formats import dequantize_fp8_blocks
+from mla_convert.formats import dequantize_blocks
 from mla_convert.patches.forms import LINEAR, Projection, Reader, exactly, kinds, linear_of, weight_shape
 
 
@@ -31,9 +31,9 @@ def _read_fp8(linear: Projection) -> Tensor:
     if codes.dtype in FLOAT_DTYPES:  # FP8Linear multiplies a weight that was dequantized in place as it is
         return codes
     if linear.block_size is None:
-        return dequantize_fp8_blocks(codes, scale.reshape(1, 1), weight_shape(codes))
+        return dequantize_blocks(codes, scale.reshape(1, 1), weight_shape(codes))
     rows, columns = linear.block_size
-    return dequantize_fp8_blocks(codes, scale, (rows, columns))
+    return dequantize_blocks(codes, scale, (rows, columns))
 
 
 FP8 = Reader(

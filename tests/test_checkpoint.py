@@ -29,6 +29,7 @@ from variants import (
 
 from mla_convert.checkpoint import Checkpoint, tensor_digest
 from mla_convert.errors import CheckpointError
+from mla_convert.quantization_config import SourceScheme
 
 KV_B = "model.layers.0.self_attn.kv_b_proj.weight"
 O_PROJ = "model.layers.0.self_attn.o_proj.weight"
@@ -102,10 +103,11 @@ def test_layouts(example_path: pathlib.Path, fp8_path: pathlib.Path, native_path
     plain, fp8, native = (Checkpoint.open(path) for path in (example_path, fp8_path, native_path))
     assert [checkpoint.layout for checkpoint in (plain, fp8, native)] == ["sharded", "sharded", "native"]
     assert plain.names() == native.names() == [name for name in fp8.names() if not name.endswith("_scale_inv")]
+    assert plain.weight_names() == native.weight_names() == fp8.weight_names() == plain.names()
     assert plain.names() == sorted(load_all(example_path))
     assert plain.layers == fp8.layers == native.layers and len(plain.layers) == 4
     assert plain.quantization is None and native.quantization is None
-    assert fp8.quantization is not None and fp8.quantization.block_size == (128, 128)
+    assert fp8.scheme(KV_B) == SourceScheme("float8", block=(128, 128)) and plain.scheme(KV_B) is None
     assert plain.config == fp8.config and fp8.raw_config["quantization_config"]["quant_method"] == "fp8"
     assert native.raw_config["dim"] == native.config["hidden_size"] == 192
 
@@ -173,7 +175,7 @@ def test_native_fp8(tmp_path: pathlib.Path) -> None:
     native = Checkpoint.open(write_parts(tmp_path / "native", native_config(config, dtype="fp8"), parts))
     assert native.names() == plain.names() == sorted(stored)
     for name in (KV_B, O_PROJ):
-        assert native.scale_name(name) == plain.scale_name(name) == f"{name}_scale_inv"
+        assert native.companions(name) == plain.companions(name) == (f"{name}_scale_inv",)
         assert len(native.info(f"{name}_scale_inv").files) == 2
         assert native.digest(f"{name}_scale_inv") == plain.digest(f"{name}_scale_inv")
         assert torch.equal(native.weight(name), plain.weight(name, torch.bfloat16))
@@ -187,9 +189,9 @@ def test_dtypes(example_path: pathlib.Path, fp8_path: pathlib.Path) -> None:
         assert checkpoint.source_dtype(KV_B) == checkpoint.source_dtype(norm) == torch.bfloat16
         assert checkpoint.weight(KV_B).dtype == torch.bfloat16
         assert checkpoint.weight(KV_B, torch.float32).dtype == torch.float32
-    assert (fp8.quantized(KV_B), fp8.scale_name(KV_B)) == (True, f"{KV_B}_scale_inv")
-    assert (fp8.quantized(norm), fp8.scale_name(norm)) == (False, None)
-    assert (plain.quantized(KV_B), plain.scale_name(KV_B)) == (False, None)
+    assert (fp8.quantized(KV_B), fp8.companions(KV_B)) == (True, (f"{KV_B}_scale_inv",))
+    assert (fp8.quantized(norm), fp8.companions(norm)) == (False, ())
+    assert (plain.quantized(KV_B), plain.companions(KV_B)) == (False, ())
     assert fp8.info(KV_B).dtype == torch.float8_e4m3fn
 
 

@@ -68,11 +68,17 @@ SINGLE: dict[str, Case] = {
         UnsupportedModelError,
     ),
     "unknown quantization": Case(
-        lambda folder: single(folder, quantization_config={"quant_method": "gptq"}),
-        ("'gptq'", "supported is 'fp8'"),
+        lambda folder: (
+            single(folder, quantization_config={"quant_method": "vptq"}),
+            put(kv_b_proj=torch.ones(28, 12, dtype=torch.int8))(folder),
+        ),
+        (KV_B, "int8", "'vptq'", "read are fp8", "dequantize the checkpoint with its own tools"),
         FormatError,
     ),
-    "ModelOpt": Case(write("hf_quant_config.json", "{}"), ("hf_quant_config.json", "ModelOpt"), FormatError),
+    "ModelOpt's file of another kind": Case(write("hf_quant_config.json", "[]"), ("holds a JSON list",)),
+    "ModelOpt without an algorithm": Case(
+        write("hf_quant_config.json", '{"quantization": {}}'), ("quant_algo = None (ModelOpt)", "NVFP4"), FormatError
+    ),
     "unknown dtype": Case(lambda folder: single(folder, dtype="int4"), ("dtype = 'int4'", "bfloat16"), FormatError),
     "no weights": Case(only(), ("no weights", "model.safetensors, or model.safetensors.index.json")),
     "pickled": Case(only("pytorch_model.bin"), ("pickled", "save_pretrained")),

@@ -219,8 +219,8 @@ def test_manifest_describes_the_source(fp8_path: pathlib.Path, tmp_path: pathlib
         "sha256": checkpoint.digest(name),
         "source_dtype": "bfloat16",
         "quantized": True,
-        "block_size": [128, 128],
-        "scale": {"name": name + "_scale_inv", "sha256": checkpoint.digest(name + "_scale_inv")},
+        "form": "float8, 8 bits, blocks of 128×128",
+        "companions": {name + "_scale_inv": checkpoint.digest(name + "_scale_inv")},
     }
 
 

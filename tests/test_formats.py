@@ -7,16 +7,13 @@ import re
 
 import pytest
 import torch
-from variants import fp8_config, quantize_fp8
+from variants import quantize_fp8
 
 from mla_convert.errors import FormatError
 from mla_convert.formats import (
-    Fp8Blocks,
-    check_grid,
     count_nonfinite,
     decode_scale,
-    dequantize_fp8_blocks,
-    parse_quantization,
+    dequantize_blocks,
     scale_grid,
 )
 
@@ -55,7 +52,7 @@ def test_the_formula(shape: tuple[int, int], block: tuple[int, int]) -> None:
     scale = random_scale((math.ceil(shape[0] / block[0]), math.ceil(shape[1] / block[1])))
     expected = formula(codes, scale, block)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        weight = dequantize_fp8_blocks(codes, scale, block, dtype)
+        weight = dequantize_blocks(codes, scale, block, dtype)
         assert weight.dtype == dtype and weight.is_contiguous()
         assert torch.equal(weight, expected.to(dtype))
 
@@ -65,7 +62,7 @@ def test_the_block_size_is_given_and_not_guessed() -> None:
     codes, scale = random_codes((576, 256)), random_scale((5, 2))
     assert scale_grid((576, 256), (128, 128)) == scale_grid((576, 256), (116, 128)) == (5, 2)
     right, guessed = formula(codes, scale, (128, 128)), formula(codes, scale, (116, 128))
-    assert torch.equal(dequantize_fp8_blocks(codes, scale, (128, 128)), right)
+    assert torch.equal(dequantize_blocks(codes, scale, (128, 128)), right)
     assert not torch.equal(right, guessed)
 
 
@@ -73,7 +70,7 @@ def test_a_quantized_weight_comes_back() -> None:
     """Codes have 3 mantissa bits: half a step is 2⁻⁴ of the value, or 2⁻¹⁰ of the scale for subnormal codes."""
     weight = torch.randn(160, 192, generator=torch.Generator().manual_seed(0))
     codes, scale = quantize_fp8(weight)
-    back = dequantize_fp8_blocks(codes, scale, (128, 128))
+    back = dequantize_blocks(codes, scale, (128, 128))
     step = scale.repeat_interleave(128, 0)[:160].repeat_interleave(128, 1)[:, :192]
     # One part in a million for the roundings of the quotient and the product in float32.
     bound = torch.maximum(weight.abs() * 2**-4, step * 2**-10) * (1 + 1e-6)
@@ -82,7 +79,7 @@ def test_a_quantized_weight_comes_back() -> None:
 
 def test_strided_codes() -> None:
     codes, scale = random_codes((192, 160)), random_scale((2, 2))
-    assert torch.equal(dequantize_fp8_blocks(codes.T, scale, (128, 128)), formula(codes.T, scale, (128, 128)))
+    assert torch.equal(dequantize_blocks(codes.T, scale, (128, 128)), formula(codes.T, scale, (128, 128)))
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e8m0fnu], ids=str)
@@ -98,14 +95,14 @@ def test_exponent_scales_in_the_formula(dtype: torch.dtype) -> None:
     codes = random_codes((160, 192))
     exponents = torch.tensor([[120, 127], [130, 101]], dtype=torch.uint8)
     powers = torch.tensor([[2.0**-7, 1.0], [8.0, 2.0**-26]])
-    weight = dequantize_fp8_blocks(codes, exponents.view(dtype), (128, 128))
+    weight = dequantize_blocks(codes, exponents.view(dtype), (128, 128))
     assert torch.equal(weight, formula(codes, powers, (128, 128)))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_half_scales(dtype: torch.dtype) -> None:
     codes, scale = random_codes((160, 192)), random_scale((2, 2)).to(dtype)
-    assert torch.equal(dequantize_fp8_blocks(codes, scale, (128, 128)), formula(codes, scale, (128, 128)))
+    assert torch.equal(dequantize_blocks(codes, scale, (128, 128)), formula(codes, scale, (128, 128)))
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, -1.0, 0.0])
@@ -113,7 +110,7 @@ def test_bad_scales(bad: float) -> None:
     scale = torch.ones(2, 2)
     scale[1, 0] = bad
     with pytest.raises(FormatError, match="kv_b_scale_inv has 1 of 4 values that are NaN, infinite, zero or negative"):
-        dequantize_fp8_blocks(random_codes((160, 192)), scale, (128, 128), name="kv_b")
+        dequantize_blocks(random_codes((160, 192)), scale, (128, 128), scale_name="kv_b_scale_inv")
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e8m0fnu], ids=str)
@@ -132,30 +129,30 @@ def test_codes_that_are_nan(dtype: torch.dtype) -> None:
     codes = random_codes((160, 192))
     codes.view(torch.uint8)[[0, 159, 130], [0, 191, 5]] = torch.tensor([0x7F, 0xFF, 0x7F], dtype=torch.uint8)
     with pytest.raises(FormatError, match=r"w has 3 NaN or infinite values \(of 30720\) in float8_e4m3fn"):
-        dequantize_fp8_blocks(codes, torch.ones(2, 2), (128, 128), dtype, name="w")
+        dequantize_blocks(codes, torch.ones(2, 2), (128, 128), dtype, name="w")
 
 
 def test_values_too_large_for_the_dtype() -> None:
     codes = torch.tensor([[448.0, 1.0, -448.0]]).to(FP8)
     scale = torch.tensor([[1000.0]])
-    assert dequantize_fp8_blocks(codes, scale, (128, 128)).tolist() == [[448000.0, 1000.0, -448000.0]]
+    assert dequantize_blocks(codes, scale, (128, 128)).tolist() == [[448000.0, 1000.0, -448000.0]]
     with pytest.raises(FormatError, match=r"w has 2 values \(of 3\) too large for float16; use bfloat16"):
-        dequantize_fp8_blocks(codes, scale, (128, 128), torch.float16, name="w")
+        dequantize_blocks(codes, scale, (128, 128), torch.float16, name="w")
 
 
 @pytest.mark.parametrize("grid", [(1, 2), (2, 1), (3, 2), (2, 3), (2,), (2, 2, 1), ()], ids=str)
 def test_grids_of_the_wrong_size(grid: tuple[int, ...]) -> None:
     with pytest.raises(FormatError, match=re.escape(f"has shape {list(grid)}")) as refused:
-        dequantize_fp8_blocks(random_codes((160, 192)), torch.ones(grid), (128, 128), name="w")
+        dequantize_blocks(random_codes((160, 192)), torch.ones(grid), (128, 128), name="w", scale_name="w_scale_inv")
     for part in ("w_scale_inv", "[160, 192]", "[128, 128]", "needs [2, 2]"):
         assert part in str(refused.value)
 
 
 def test_weights_of_the_wrong_kind() -> None:
-    with pytest.raises(FormatError, match="w has a scale but is stored in bfloat16"):
-        check_grid("w", (4, 4), torch.bfloat16, (1, 1), (128, 128))
-    with pytest.raises(FormatError, match=r"w is an FP8 tensor of shape \[4\]"):
-        check_grid("w", (4,), FP8, (1,), (128, 128))
+    with pytest.raises(FormatError, match="w is stored in bfloat16 .*supported are .* in float8_e4m3fn, int8"):
+        dequantize_blocks(torch.ones(4, 4, dtype=torch.bfloat16), torch.ones(1, 1), (128, 128), name="w")
+    with pytest.raises(FormatError, match=r"with shape \[4\]; supported are weights of two dimensions"):
+        dequantize_blocks(torch.ones(4).to(FP8), torch.ones(1), (128, 128), name="w")
 
 
 def test_counting_what_is_not_finite() -> None:
@@ -167,33 +164,3 @@ def test_counting_what_is_not_finite() -> None:
     assert count_nonfinite(torch.tensor([2**31 - 1], dtype=torch.int32)) == 0
     assert count_nonfinite(torch.zeros(0)) == 0
     assert count_nonfinite(torch.tensor(math.nan)) == 1
-
-
-def test_quantization_config() -> None:
-    assert parse_quantization({}) is None
-    blocks = parse_quantization({"quantization_config": fp8_config((64, 32), scale_fmt="ue8m0")})
-    assert blocks == Fp8Blocks((64, 32), "ue8m0")
-    assert blocks is not None and blocks.grid((65, 32)) == (2, 1)
-
-
-@pytest.mark.parametrize(
-    ("given", "fragments"),
-    [
-        ({"quant_method": "awq", "bits": 4}, ["'awq'", "supported is 'fp8'", "bfloat16"]),
-        ({"bits": 4}, ["quant_method = None"]),
-        ("fp8", ["quant_method = 'fp8'"]),
-        (fp8_config(weight_block_size=None), ["weight_block_size = None", "[128, 128]"]),
-        (fp8_config(weight_block_size=[128]), ["weight_block_size = [128]"]),
-        (fp8_config(weight_block_size=[128, 0]), ["weight_block_size = [128, 0]"]),
-        (fp8_config(weight_block_size=[128, 128.0]), ["weight_block_size = [128, 128.0]"]),
-        (fp8_config(weight_block_size=128), ["weight_block_size = 128"]),
-        (fp8_config(fmt="e5m2"), ["fmt = 'e5m2'", "'e4m3'"]),
-    ],
-    ids=str,
-)
-def test_quantization_that_cannot_be_read(given: object, fragments: list[str]) -> None:
-    for key in ("quantization_config", "compression_config"):
-        with pytest.raises(FormatError) as refused:
-            parse_quantization({key: given})
-        for fragment in fragments:
-            assert fragment in str(refused.value)

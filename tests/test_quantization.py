@@ -15,7 +15,6 @@ from torch import Tensor
 
 from mla_convert import quantization
 from mla_convert.errors import FormatError, SidecarError, UsageError
-from mla_convert.formats import Fp8Blocks
 from mla_convert.geometry import MLAGeometry
 from mla_convert.quantization import Quantized, find_scales, measure_loss, quantize, slice_fp8, slices_line_up
 from mla_convert.schemes import (
@@ -232,7 +231,7 @@ def test_which_blocks_line_up(
     changes: dict[str, int], blocks: tuple[int, int] | None, scheme: Scheme, expected: bool
 ) -> None:
     geometry = dataclasses.replace(GEOMETRY, **changes)
-    assert slices_line_up(None if blocks is None else Fp8Blocks(blocks), scheme, geometry) == expected
+    assert slices_line_up(blocks, scheme, geometry) == expected
 
 
 # --- options
