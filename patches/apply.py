@@ -23,7 +23,7 @@ from mla_convert.patches.fused import FusedOutput, FusedQuery
 from mla_convert.patches.layer import ATTRIBUTE, AbsorbedLayer, Options, layer_of
 from mla_convert.patches.refusals import add_refusals, remove_refusals
 from mla_convert.patches.sidecar import Asked, Sidecar
-from mla_convert.patches.sources import check_fusable, check_readable, only_plain
+from mla_convert.patches.sources import check_fusable, check_readable, check_whole, only_plain
 from mla_convert.patches.versions import check_transformers
 from mla_convert.patches.weights import module_geometry, query_name
 from mla_convert.recipe import parse_forms
@@ -286,6 +286,8 @@ def _build(
     name: str, module: Any, family: Family | None, asked: Asked, options: Options, sidecar: Sidecar | None
 ) -> AbsorbedLayer:
     check_readable(f"{name}.kv_b_proj", module.kv_b_proj)
+    if sidecar is not None:
+        check_whole(f"{name}.kv_b_proj", module.kv_b_proj, sidecar.label)
     stored = None if sidecar is None else sidecar.stored(name, module, asked)
     forms = _resolve(module, family, asked) if stored is None else stored.forms
     for part, form in ((query_name(module), forms.qk), ("o_proj", forms.vo)):

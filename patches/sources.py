@@ -96,10 +96,24 @@ def check_fusable(where: str, linear: Projection) -> None:
     reason = None
     if is_offloaded(linear):
         reason = "its weight is offloaded, so that the product would be made anew for each token"
-    elif "torch.distributed.tensor.DTensor" in kinds(getattr(linear, "weight", None)):
+    elif is_sharded(linear):
         reason = "it is sharded over processes, and talks to the others itself"
     if reason:
         raise UsageError(f"{where} cannot be fused: {reason}; use form='auto' or 'factored'")
+
+
+def check_whole(where: str, linear: Projection, folder: str) -> None:
+    """Refuse to use absorbed weights of a folder for a projection that is not here, or only in part.
+
+    Raises:
+        UsageError: naming the module and what to do.
+    """
+    found = "offloaded" if is_offloaded(linear) else "sharded over processes" if is_sharded(linear) else None
+    if found:
+        raise UsageError(
+            f"{where} is {found}, and the weights in {folder} are for whole models in memory: leave the folder out, "
+            "and absorbed weights are made from the model's own"
+        )
 
 
 def only_plain(*linears: Projection) -> bool:
@@ -122,6 +136,11 @@ def hooks_bypassed(linear: Projection, *, runs: bool) -> bool:
     modules = list(linear.modules())
     inner = modules[1:] if runs and not is_lora(linear) else modules
     return any(module._forward_hooks or module._forward_pre_hooks for module in inner)
+
+
+def is_sharded(linear: Projection) -> bool:
+    """Whether a projection's weight is spread over processes."""
+    return "torch.distributed.tensor.DTensor" in kinds(getattr(linear, "weight", None))
 
 
 def is_offloaded(linear: Projection) -> bool:

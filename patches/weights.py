@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from mla_convert.absorption import FLOAT_DTYPES, Forms, fuse_ov, fuse_qk, split_kv_b
 from mla_convert.errors import PatchError, StaleWeightsError
 from mla_convert.geometry import MLAGeometry
-from mla_convert.patches.sources import Owner, Source, effective_weight, shape_of
+from mla_convert.patches.sources import Owner, Source, effective_weight, is_offloaded, shape_of
 from mla_convert.quantization import Quantized
 
 
@@ -79,9 +79,11 @@ class AbsorbedWeights(nn.Module):
         super().__init__()
         self.geometry = module_geometry(owner)
         self.forms = forms
+        self.from_folder = stored is not None
         self.sources = [Source(name, owner) for name in self._source_names(owner)]
         if stored is None:
             self.derive(owner)
+            self.release()
         else:
             self._take(stored, owner)
 
@@ -98,13 +100,14 @@ class AbsorbedWeights(nn.Module):
         """Whether the weights exist only during a call, as those that they come from."""
         return any(source.offloaded for source in self.sources)
 
-    def _keep(self, name: str, tensor: Tensor | None) -> None:
+    def _keep(self, name: str, tensor: Tensor) -> None:
         self.register_buffer(name, tensor, persistent=False)
 
     @torch.no_grad()
     def derive(self, owner: Owner) -> None:
         """Make the absorbed weights from ``owner``'s present projections, and remember those."""
         g, self.dtype = self.geometry, weight_dtype(owner)
+        self.from_folder = False
         w_uk, w_uv = split_kv_b(effective_weight("kv_b_proj", owner.kv_b_proj), g)
         if self.forms.qk == "fused":
             name = query_name(owner)
@@ -143,6 +146,7 @@ class AbsorbedWeights(nn.Module):
         if not any([source.changed(owner, look=look) for source in self.sources]):
             return False
         before = self.offloaded
+        self._check_still_here(owner)
         try:
             self.derive(owner)
         except PatchError as error:
@@ -151,11 +155,22 @@ class AbsorbedWeights(nn.Module):
             ) from error
         return not (before and self.offloaded)
 
+    def _check_still_here(self, owner: Owner) -> None:
+        """Refuse what offloaded projections cannot have unless it is kept: products, and weights from a folder."""
+        if not any(is_offloaded(getattr(owner, source.name)) for source in self.sources):
+            return
+        if self.from_folder or "fused" in (self.forms.qk, self.forms.vo):
+            raise StaleWeightsError(
+                f"{self.sources[0].name} was offloaded after the model was patched: unpatch it, and patch it again "
+                "with form='factored' and without a folder of absorbed weights"
+            )
+
     def release(self) -> None:
         """Let go of absorbed weights whose sources accelerate keeps elsewhere; the next call makes them anew."""
         if self.offloaded:
+            # Something must be left: accelerate moves the buffers that it found when it set its hooks.
             for name in list(self._buffers):
-                self._keep(name, None)
+                self._keep(name, torch.empty(0, device=self.sources[0].device))
 
     def lift_query(self, q_nope: Tensor) -> Tensor:
         """``W_UKᵀ q`` per head: [B, H, S, N] to [B, S, H, C]."""
