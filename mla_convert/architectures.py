@@ -1,90 +1,84 @@
-"""Model families as data: from a config to the geometry and tensor names of each layer.
-
-A family is one row of :data:`FAMILIES`; nothing below branches on a model's name.
-"""
+"""From a config to the geometry and the tensor names of each MLA module; nothing below branches on a model's name."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Mapping
-from typing import Any, Literal
+import re
+from collections.abc import Container, Iterable, Mapping
+from typing import Any
 
-from mla_convert import native
+from mla_convert.config_styles import INNER, normalize_config
+from mla_convert.config_values import positive, whole
 from mla_convert.errors import UnsupportedModelError
+from mla_convert.families import FAMILIES, Family, Spelling
 from mla_convert.geometry import MLAGeometry, softmax_scale
+from mla_convert.schedules import Place, every_layer
 
+__all__ = [
+    "FAMILIES",
+    "Family",
+    "LayerSpec",
+    "extra_layers",
+    "find_family",
+    "layer_specs",
+    "normalize_config",
+    "projection_of",
+    "text_config",
+]
 
-@dataclasses.dataclass(frozen=True)
-class Family:
-    """What tells one model family from another.
-
-    ``prefix`` is where a layer's attention tensors stand, with ``{layer}`` for its number. ``query`` says which query
-    paths exist: through a query latent (``"latent"``), straight from the hidden state (``"direct"``), or either, as
-    ``q_lora_rank`` says. ``mscale``: YaRN's ``mscale_all_dim`` enters the softmax scale. ``fuse_qk`` and ``fuse_vo``:
-    nothing happens between the two projections of that side, so that they may be multiplied in advance.
-    """
-
-    model_type: str
-    attention_class: str
-    aliases: tuple[str, ...] = ()
-    prefix: str = "model.layers.{layer}.self_attn"
-    query: Literal["latent", "direct", "either"] = "either"
-    mscale: bool = True
-    fuse_qk: bool = True
-    fuse_vo: bool = True
-
-
-FAMILIES: dict[str, Family] = {
-    family.model_type: family
-    for family in (
-        Family("deepseek_v2", "DeepseekV2Attention"),
-        Family("deepseek_v3", "DeepseekV3Attention"),
-    )
-}
-_MOST_LAYERS = 10_000
-# Where wrappers (vision, audio) keep their text model's config.
-_INNER = ("text_config", "language_config")
 _BY_TYPE = {name: family for family in FAMILIES.values() for name in (family.model_type, *family.aliases)}
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerSpec:
-    """One attention layer of a checkpoint: its number, where its tensors stand, and their dimensions."""
+    """One MLA module of a checkpoint: its number, where its tensors stand, and their dimensions.
+
+    ``index`` is transformers' ``layer_idx``. ``own_latent`` is False where it uses the latents of an earlier layer.
+    """
 
     index: int
     prefix: str
     geometry: MLAGeometry
     family: Family
+    words: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    own_latent: bool = True
+
+    def name(self, module: str) -> str:
+        """Name of the weight of a submodule that transformers calls ``module``."""
+        return f"{self.prefix}.{self.words.get(module, module)}.weight"
 
     @property
     def kv_b(self) -> str:
         """Name of W_UK and W_UV, ``[H·(N + V), C]``."""
-        return f"{self.prefix}.kv_b_proj.weight"
+        return self.name("kv_b_proj")
 
     @property
     def query(self) -> str:
         """Name of W_UQ and W_QR, ``[H·(N + R), Q]``: ``q_b_proj``, or ``q_proj`` without a query latent."""
-        return f"{self.prefix}.{'q_proj' if self.geometry.q_lora_rank is None else 'q_b_proj'}.weight"
+        return self.name("q_proj" if self.geometry.q_lora_rank is None else self.family.query_projection)
 
     @property
     def o(self) -> str:
         """Name of W_O, ``[D, H·V]``."""
-        return f"{self.prefix}.o_proj.weight"
+        return self.name("o_proj")
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every weight that the layer must have, with its shape."""
+        """Every weight that the module must have for its attention, with its shape."""
         g = self.geometry
+        rows, rank = g.q_b_shape
+        if self.family.query_gates:
+            rows, rank = rows + g.num_heads * g.v_head_dim, rank // 2
         shapes: dict[str, tuple[int, ...]] = {
-            f"{self.prefix}.kv_a_proj_with_mqa.weight": (g.latent_width, g.hidden_size),
-            f"{self.prefix}.kv_a_layernorm.weight": (g.kv_lora_rank,),
             self.kv_b: g.kv_b_shape,
-            self.query: g.q_b_shape,
+            self.query: (rows, g.query_rank),
             self.o: g.o_shape,
         }
+        if self.own_latent:
+            shapes[self.name("kv_a_proj_with_mqa")] = (g.latent_width, g.hidden_size)
+            shapes[self.name("kv_a_layernorm")] = (g.kv_lora_rank,)
         if g.q_lora_rank is not None:
-            shapes[f"{self.prefix}.q_a_proj.weight"] = (g.q_lora_rank, g.hidden_size)
-            shapes[f"{self.prefix}.q_a_layernorm.weight"] = (g.q_lora_rank,)
+            shapes[self.name("q_a_proj")] = (rank, g.hidden_size)
+            shapes[self.name("q_a_layernorm")] = (rank,)
         return shapes
 
 
@@ -96,92 +90,104 @@ def find_family(config: Mapping[str, Any]) -> Family:
     return family
 
 
-def layer_specs(config: Mapping[str, Any]) -> tuple[LayerSpec, ...]:
-    """One spec for each of the ``num_hidden_layers`` layers of a config as :func:`normalize_config` gives it.
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The text model's part of a config: the wrapper's inner one, or the config itself."""
+    inner = config.get(find_family(config).inner or "")
+    return inner if isinstance(inner, Mapping) else config
 
-    A multi-token-prediction layer is not among them; :func:`layer_spec` gives it under its own number.
+
+def layer_specs(config: Mapping[str, Any], modules: Container[str] | None = None) -> tuple[LayerSpec, ...]:
+    """One spec for each MLA module of a config as :func:`normalize_config` gives it.
+
+    ``modules`` are the names of the checkpoint's modules (of its tensors, without their last word); they decide among
+    the spellings that a family has. Without them, or where none fits, the first is taken.
+    A multi-token-prediction layer is not among the specs; :func:`extra_layers` gives those.
     """
-    find_family(config)
-    count = _whole(config, "num_hidden_layers")
-    if count > _MOST_LAYERS:
-        raise UnsupportedModelError(
-            f"the config gives num_hidden_layers = {count}; supported are up to {_MOST_LAYERS}: take the config.json "
-            "that belongs to the checkpoint"
-        )
-    return tuple(layer_spec(config, index) for index in range(count))
-
-
-def layer_spec(config: Mapping[str, Any], index: int) -> LayerSpec:
-    """The spec of layer ``index``; numbers from ``num_hidden_layers`` on are multi-token-prediction layers."""
     family = find_family(config)
-    return LayerSpec(index, family.prefix.format(layer=index), _geometry(config, family), family)
+    places = tuple(family.places(text_config(config)))
+    if not places:
+        raise UnsupportedModelError(
+            f"the config describes a {family.model_type} model none of whose layers has MLA: there is nothing to absorb"
+        )
+    found = (spelling for spelling in family.spellings if modules is not None and _spells(spelling, places, modules))
+    spelling = next(found, family.spellings[0])
+    return tuple(_spec(config, family, place, spelling) for place in places)
 
 
-def normalize_config(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """A Hugging Face config in today's style, from any of the three styles in use.
+def extra_layers(specs: tuple[LayerSpec, ...], modules: Iterable[str]) -> tuple[LayerSpec, ...]:
+    """Multi-token-prediction layers: those among ``modules`` with numbers beyond the model's own layers.
 
-    Taken are DeepSeek's own keys (see :func:`mla_convert.native.hf_config`), ``rope_scaling`` with ``rope_theta``, and
-    ``rope_parameters``. The result has ``rope_parameters`` (with ``rope_type`` and ``rope_theta``), ``dtype`` without
-    ``torch.`` before it, and everything else as it was. ``raw`` is left alone.
+    Where layers differ from each other nothing says what these are like; they are left out, as transformers does.
     """
-    if native.is_native_config(raw):
-        return native.hf_config(raw)
-    config = dict(raw)
-    torch_dtype = config.pop("torch_dtype", None)
-    dtype = config.get("dtype") or torch_dtype
-    if dtype is not None:
-        config["dtype"] = str(dtype).removeprefix("torch.")
-    config["rope_parameters"] = _rope_parameters(config)
-    for key in ("rope_scaling", "rope_theta"):
-        config.pop(key, None)
-    return config
+    first = specs[0]
+    if first.family.places is not every_layer:
+        return ()
+    pattern = re.escape(first.kv_b.removesuffix(".weight")).replace(r"\.0\.", r"\.(\d+)\.")
+    numbers = sorted(int(match.group(1)) for name in modules if (match := re.fullmatch(pattern, name)))
+    return tuple(
+        dataclasses.replace(first, index=number, prefix=first.prefix.replace(".0.", f".{number}."))
+        for number in numbers
+        if number >= len(specs)
+    )
 
 
-def _rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
-    found = [_one_rope_style(config, key) for key in ("rope_scaling", "rope_parameters") if config.get(key)]
-    if len(found) == 2 and found[0] != found[1]:
-        raise UnsupportedModelError(
-            f"the config has both rope_scaling ({found[0]}) and rope_parameters ({found[1]}), and they differ; "
-            "transformers would use rope_scaling: remove the one that is wrong"
-        )
-    return found[0] if found else {"rope_type": "default", "rope_theta": config.get("rope_theta") or 10000.0}
+def projection_of(name: str) -> str:
+    """What a source tensor is, by the last word of its name: ``kv_b_proj``, ``o_proj`` or ``query``."""
+    word = name.split(".")[-2] if name.count(".") else name
+    module = _MODULE_OF.get(word, word)
+    return "query" if module in ("q_proj", "q_b_proj", "q_gate_proj") else module
 
 
-def _one_rope_style(config: Mapping[str, Any], key: str) -> dict[str, Any]:
-    given = config[key]
-    if not isinstance(given, Mapping) or any(isinstance(value, Mapping) for value in given.values()):
-        raise UnsupportedModelError(
-            f"the config gives {key} = {given!r}; supported is one set of parameters for all layers, such as "
-            "{'rope_type': 'yarn', 'factor': 40, …}"
-        )
-    rope = {name: value for name, value in given.items() if name != "type"}
-    rope.setdefault("rope_type", given.get("type", "default"))
-    rope.setdefault("rope_theta", config.get("rope_theta") or 10000.0)
-    _positive(rope, "rope_theta")
-    return rope
+_MODULE_OF = {
+    word: module
+    for family in FAMILIES.values()
+    for spelling in family.spellings
+    for module, word in spelling.words.items()
+}
+
+
+def _spells(spelling: Spelling, places: Iterable[Place], modules: Container[str]) -> bool:
+    word = spelling.words.get("kv_b_proj", "kv_b_proj")
+    return any(f"{_prefix(spelling, place)}.{word}" in modules for place in places)
+
+
+def _prefix(spelling: Spelling, place: Place) -> str:
+    return spelling.prefix.format(layer=place.layer, attention=place.attention)
+
+
+def _spec(config: Mapping[str, Any], family: Family, place: Place, spelling: Spelling) -> LayerSpec:
+    values = {**family.defaults, **text_config(config), **place.changes}
+    geometry = _geometry(values, family)
+    return LayerSpec(place.index, _prefix(spelling, place), geometry, family, spelling.words, place.own_latent)
 
 
 def _geometry(config: Mapping[str, Any], family: Family) -> MLAGeometry:
-    nope, rope = _whole(config, "qk_nope_head_dim"), _whole(config, "qk_rope_head_dim", least=0)
+    hidden, heads = whole(config, "hidden_size"), whole(config, "num_attention_heads")
+    nope, rope = whole(config, "qk_nope_head_dim"), whole(config, "qk_rope_head_dim", least=0)
+    if config.get("v_head_dim") is None and "v_head_dim" in family.defaults:
+        config = {**config, "v_head_dim": hidden // heads}
     return MLAGeometry(
-        hidden_size=_whole(config, "hidden_size"),
-        num_heads=_whole(config, "num_attention_heads"),
-        kv_lora_rank=_whole(config, "kv_lora_rank"),
+        hidden_size=hidden,
+        num_heads=heads,
+        kv_lora_rank=whole(config, "kv_lora_rank"),
         qk_nope_head_dim=nope,
         qk_rope_head_dim=rope,
-        v_head_dim=_whole(config, "v_head_dim"),
+        v_head_dim=whole(config, "v_head_dim"),
         q_lora_rank=_query_rank(config, family),
         scale=_scale(config, family, nope + rope),
     )
 
 
 def _query_rank(config: Mapping[str, Any], family: Family) -> int | None:
-    if "q_lora_rank" in config and config["q_lora_rank"] is None and family.query != "latent":
+    """The width that the query's up-projection reads; None where that is the hidden state."""
+    silent = "q_lora_rank" not in config and family.query == "direct"
+    if silent or ("q_lora_rank" in config and config["q_lora_rank"] is None and family.query != "latent"):
         return None
-    rank = _whole(config, "q_lora_rank", hint=" (or null, for a query straight from the hidden state)")
+    hint = "" if family.query == "latent" else " (or null, for a query straight from the hidden state)"
+    rank = whole(config, "q_lora_rank", hint=hint)
     if family.query == "direct":
         raise UnsupportedModelError(f"the config gives q_lora_rank = {rank}; {family.model_type} has no query latent")
-    return rank
+    return 2 * rank if family.query_gates else rank
 
 
 def _scale(config: Mapping[str, Any], family: Family, width: int) -> float:
@@ -190,28 +196,7 @@ def _scale(config: Mapping[str, Any], family: Family, width: int) -> float:
     mscale = rope.get("mscale_all_dim") or 0.0
     if not family.mscale or not mscale or rope.get("rope_type", "default") == "default":
         return softmax_scale(width)
-    return softmax_scale(width, factor=_positive(rope, "factor"), mscale_all_dim=_positive(rope, "mscale_all_dim"))
-
-
-def _positive(rope: Mapping[str, Any], key: str) -> float:
-    value = rope.get(key)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise UnsupportedModelError(
-            f"the config's rope parameters give {key} = {value!r}; needed is a positive number: take the config.json "
-            "that belongs to the checkpoint"
-        )
-    return float(value)
-
-
-def _whole(config: Mapping[str, Any], key: str, *, least: int = 1, hint: str = "") -> int:
-    value = config.get(key)
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        found = f"gives {key} = {value!r}" if key in config else f"has no {key}"
-        raise UnsupportedModelError(
-            f"the config {found}; an MLA model ({config.get('model_type')}) needs a whole number of at least {least} "
-            f"there{hint}: take the config.json that belongs to the checkpoint"
-        )
-    return value
+    return softmax_scale(width, factor=positive(rope, "factor"), mscale_all_dim=positive(rope, "mscale_all_dim"))
 
 
 def _describe(config: Mapping[str, Any]) -> str:
@@ -220,11 +205,11 @@ def _describe(config: Mapping[str, Any]) -> str:
         return "the config names no model_type, so it cannot be told which model it describes"
     if "kv_lora_rank" in config:
         return f"the config describes a {model_type!r} model, an MLA family that this version does not know"
-    for key in _INNER:
+    for key in INNER:
         inner = config.get(key)
         if isinstance(inner, Mapping) and "kv_lora_rank" in inner:
             return (
                 f"the config describes a {model_type!r} model that wraps a text model of type "
-                f"{inner.get('model_type')!r} in its {key}; this version reads text models that stand alone"
+                f"{inner.get('model_type')!r} in its {key}; this version does not know that wrapper"
             )
     return f"the config describes a {model_type!r} model without kv_lora_rank: it does not use MLA"

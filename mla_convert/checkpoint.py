@@ -7,13 +7,12 @@ import difflib
 import hashlib
 import os
 import pathlib
-import re
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from mla_convert.architectures import Family, LayerSpec, find_family, layer_spec, layer_specs, normalize_config
+from mla_convert.architectures import Family, LayerSpec, extra_layers, find_family, layer_specs, normalize_config
 from mla_convert.errors import CheckpointError, FormatError
 from mla_convert.folders import Layout, Stored, find_tensors, open_folder, read_config
 from mla_convert.formats import count_nonfinite, refuse_nonfinite, refuse_overflow
@@ -78,13 +77,15 @@ class Checkpoint:
         self.raw_config = read_config(path)
         self.config = normalize_config(self.raw_config)
         self.family = find_family(self.config)
-        self.layers = layer_specs(self.config)
+        layer_specs(self.config)  # what the config alone rules out is said before any file is opened
         self.quantization = parse_quantization(self.raw_config | self.config, _modelopt(path))
         for key in ("quantization_config", "compression_config"):
             self.config.pop(key, None)
         self._default_dtype = _config_dtype(self.config)
         self.layout, self._tensors = find_tensors(path)
-        self.extra_layers = self._find_extra_layers()
+        modules = {split_name(name)[0] for name in self._tensors}
+        self.layers = layer_specs(self.config, modules)
+        self.extra_layers = extra_layers(self.layers, modules)
         layers = (*self.layers, *self.extra_layers)
         shapes = {name: shape for layer in layers for name, shape in layer.shapes().items()}
         self._quantized, self._beside = find_quantized(self._tensors, self.quantization, shapes)
@@ -220,13 +221,6 @@ class Checkpoint:
             near = difflib.get_close_matches(name, [*self._tensors, *self._quantized], n=1)
             raise CheckpointError(f"{self.path} has no tensor {name}{f'; did you mean {near[0]}?' if near else ''}")
         return self._tensors[name]
-
-    def _find_extra_layers(self) -> tuple[LayerSpec, ...]:
-        module, _ = split_name(layer_spec(self.config, 0).kv_b)
-        pattern = re.compile(re.escape(module).replace(r"\.0\.", r"\.(\d+)\."))
-        found = (pattern.fullmatch(each) for each in {split_name(name)[0] for name in self._tensors})
-        indices = sorted(int(match.group(1)) for match in found if match)
-        return tuple(layer_spec(self.config, index) for index in indices if index >= len(self.layers))
 
 
 def tensor_digest(tensor: torch.Tensor) -> str:

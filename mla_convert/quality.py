@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from mla_convert.divergence import compare, quantile
 from mla_convert.errors import UsageError
-from mla_convert.patches.apply import attention_modules
+from mla_convert.patches.recognition import attention_modules
 from mla_convert.patches.weights import module_geometry
 from mla_convert.prompts import Prompts
 from mla_convert.quantization import quantize

@@ -90,13 +90,12 @@ def _plan_layer(
 
 
 def _choose(side: Side, wanted: str, best: Form, family: Family) -> Form:
-    allowed = family.fuse_qk if side == "qk" else family.fuse_vo
+    between = family.between(side)
     if wanted == "auto":
-        return best if allowed else "factored"
-    if wanted == "fused" and not allowed:
+        return "factored" if between else best
+    if wanted == "fused" and between:
         raise UsageError(
-            f"the {SIDE_NAMES[side]} of {family.model_type} cannot be fused: the model changes what passes between "
-            f"the two projections; use {side}=factored or auto"
+            f"the {SIDE_NAMES[side]} of {family.model_type} cannot be fused: {between}; use {side}=factored or auto"
         )
     return "fused" if wanted == "fused" else "factored"
 

@@ -17,8 +17,8 @@ from mla_convert.errors import UsageError
 from mla_convert.formats import plain
 from mla_convert.judgement import StageReport
 from mla_convert.manifest import Manifest
-from mla_convert.patches.apply import attention_modules
 from mla_convert.patches.loading import load_original
+from mla_convert.patches.recognition import attention_modules
 from mla_convert.quiet import no_loading_bars
 from mla_convert.storage import AbsorbedCheckpoint, own_sidecar
 

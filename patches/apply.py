@@ -12,20 +12,21 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from mla_convert.absorption import Form, Forms, choose_form
-from mla_convert.architectures import FAMILIES, Family
-from mla_convert.errors import PatchError, UnsupportedModelError, UsageError
+from mla_convert.architectures import Family
+from mla_convert.errors import PatchError, UsageError
 from mla_convert.kernels.dispatch import choose_backend, describe_backend, warm_up
 from mla_convert.patches.adapters import unwrapped
 from mla_convert.patches.attention import PREFIX, begin_call, end_call, passed_through, registered_name
 from mla_convert.patches.forms import PLAIN
 from mla_convert.patches.fused import FusedOutput, FusedQuery
 from mla_convert.patches.layer import ATTRIBUTE, AbsorbedLayer, Options, layer_of
+from mla_convert.patches.recognition import attention_modules, attention_setting, family_of, resolve_forms
 from mla_convert.patches.refusals import add_refusals, remove_refusals
+from mla_convert.patches.selection import METHOD, KeptSelection
 from mla_convert.patches.sidecar import Asked, Sidecar
-from mla_convert.patches.sources import check_fusable, check_readable, check_whole, only_plain
+from mla_convert.patches.sources import check_fusable, check_readable, check_whole
 from mla_convert.patches.versions import check_transformers
-from mla_convert.patches.weights import module_geometry, query_name
+from mla_convert.patches.weights import query_name
 from mla_convert.recipe import parse_forms
 
 logger = logging.getLogger(__name__)
@@ -163,14 +164,16 @@ def patch(
     options = _options(model, backend, prefill_threshold, cache)
     modules = attention_modules(model)
     _check_unpatched(model, modules)
-    family = _family_of(model, [m for _, m in modules], allow_unknown=allow_unknown)
+    parts = [module for _, module in modules]
+    family = family_of(model, parts, allow_unknown=allow_unknown)
     sidecar = None if absorbed is None else Sidecar(absorbed)
-    original = _text_config(modules[0][1])._attn_implementation
+    original = _config_of(modules)._attn_implementation
     registered = registered_name(original)
+    setting = attention_setting(model, parts, registered)
     layers = [_build(name, module, family, asked, options, sidecar) for name, module in modules]
     for (_, module), layer in zip(modules, layers, strict=True):
         _install(module, layer)
-    model.set_attn_implementation(registered)
+    model.set_attn_implementation(setting)
     state = PatchState(
         family.model_type if family else "unknown", original, options, None if sidecar is None else sidecar.label
     )
@@ -198,7 +201,7 @@ def unpatch(model: PreTrainedModel) -> None:
     for module in modules:
         _uninstall(module)
     if present.startswith(PREFIX):
-        model.set_attn_implementation(state.original)
+        model.set_attn_implementation(attention_setting(model, modules, state.original))
     else:
         logger.info("the attention implementation %r was set while the model was patched, and stays", present)
     remove_refusals(model)
@@ -216,23 +219,6 @@ def patched(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Iterator[Patch
             unpatch(model)
 
 
-def attention_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Names and modules of a model's MLA attention: those with transformers' seam ``expand_kv``.
-
-    Raises:
-        UnsupportedModelError: when there are none.
-    """
-    found = [(n, m) for n, m in model.named_modules() if hasattr(type(m), "expand_kv") and hasattr(m, "kv_b_proj")]
-    if not found:
-        kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
-        raise UnsupportedModelError(
-            f"{type(model).__name__} (model_type {kind!r}) has no MLA attention with transformers' expand_kv; "
-            f"supported are: {', '.join(sorted(FAMILIES))}. Models with their own code must be loaded without "
-            "trust_remote_code"
-        )
-    return found
-
-
 def _check_unpatched(model: Any, modules: Sequence[tuple[str, nn.Module]]) -> None:
     if hasattr(model, _STATE):
         raise PatchError("this model is patched already: call mla_convert.unpatch(model) first")
@@ -240,7 +226,7 @@ def _check_unpatched(model: Any, modules: Sequence[tuple[str, nn.Module]]) -> No
         raise PatchError(
             "a part of this model, or a model that it is part of, is patched already: unpatch that one first"
         )
-    if _text_config(modules[0][1])._attn_implementation.startswith(PREFIX):
+    if _config_of(modules)._attn_implementation.startswith(PREFIX):
         raise PatchError(
             "this model shares its config object with another model that is patched: build it from a copy, "
             "copy.deepcopy(config), or unpatch the other model first"
@@ -259,27 +245,8 @@ def _options(model: Any, backend: str, prefill_threshold: int | str, cache: str)
     return Options(backend, prefill_threshold, cache)
 
 
-def _text_config(module: nn.Module) -> Any:
-    return module.config
-
-
-def _family_of(model: Any, modules: Sequence[nn.Module], *, allow_unknown: bool) -> Family | None:
-    """The row of the table for a model's attention class; None for an unknown one that is allowed."""
-    known = {family.attention_class: family for family in FAMILIES.values()}
-    classes = {type(module).__name__ for module in modules}
-    unknown = sorted(classes - set(known))
-    if unknown and not allow_unknown:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} uses {', '.join(unknown)}, which is not among the supported families "
-            f"({', '.join(sorted(FAMILIES))}). It has the same seam: patch(model, allow_unknown=True) tries it, and "
-            "mla-convert verify tells whether it holds"
-        )
-    if not getattr(modules[0].config, "is_causal", True):
-        raise UnsupportedModelError("the config says is_causal=false; absorbed decode is for causal attention")
-    if unknown:
-        logger.warning("patching %s, which is not a known family: verify the result", ", ".join(unknown))
-        return None
-    return known[classes.pop()]
+def _config_of(modules: Sequence[tuple[str, nn.Module]]) -> Any:
+    return modules[0][1].config
 
 
 def _build(
@@ -289,38 +256,18 @@ def _build(
     if sidecar is not None:
         check_whole(f"{name}.kv_b_proj", module.kv_b_proj, sidecar.label)
     stored = None if sidecar is None else sidecar.stored(name, module, asked)
-    forms = _resolve(module, family, asked) if stored is None else stored.forms
+    forms = resolve_forms(module, family, asked.qk, asked.vo) if stored is None else stored.forms
     for part, form in ((query_name(module), forms.qk), ("o_proj", forms.vo)):
         if form == "fused":
             check_fusable(f"{name}.{part}", getattr(module, part))
     return AbsorbedLayer(module, name, forms, options, stored)
 
 
-def _resolve(module: Any, family: Family | None, asked: Asked) -> Forms:
-    """The form of each side, "auto" resolved; a side that may not be fused is refused, or factored under "auto"."""
-    cheaper = choose_form(module_geometry(module))
-    if not only_plain(module.kv_b_proj, getattr(module, query_name(module)), module.o_proj):
-        cheaper = Forms("factored", "factored")
-    return Forms(
-        qk=_resolve_side("key", asked.qk, cheaper.qk, family is not None and family.fuse_qk),
-        vo=_resolve_side("value", asked.vo, cheaper.vo, family is not None and family.fuse_vo),
-    )
-
-
-def _resolve_side(side: str, wanted: str, cheaper: Form, fusable: bool) -> Form:
-    if wanted == "fused" and not fusable:
-        raise UsageError(
-            f"the {side} side of this model cannot be fused: something happens between its two projections, or the "
-            "family is not known; use form='auto' or 'factored'"
-        )
-    if wanted == "auto":
-        return cheaper if fusable else "factored"
-    return "fused" if wanted == "fused" else "factored"
-
-
 def _install(module: nn.Module, layer: AbsorbedLayer) -> None:
     module.add_module(ATTRIBUTE, layer)
     module.expand_kv = passed_through  # type: ignore[assignment]
+    if hasattr(type(module), METHOD):
+        setattr(module, METHOD, KeptSelection(layer))
     module.register_forward_pre_hook(begin_call, with_kwargs=True)
     module.register_forward_hook(end_call, always_call=True)
     if layer.forms.qk == "fused":
@@ -337,6 +284,7 @@ def _uninstall(module: nn.Module) -> None:
         forward.remove()
     _remove_hook(module, begin_call)
     _remove_hook(module, end_call)
+    module.__dict__.pop(METHOD, None)
     del module.expand_kv
     delattr(module, ATTRIBUTE)
 

@@ -22,8 +22,9 @@ from mla_convert.errors import PatchError
 from mla_convert.kernels.tracing import being_traced
 from mla_convert.patches.cache import adopt
 from mla_convert.patches.call import Call
-from mla_convert.patches.layer import AbsorbedLayer, layer_of, wants_gradients
-from mla_convert.patches.masks import additive, representable
+from mla_convert.patches.layer import AbsorbedLayer, Seen, layer_of, wants_gradients
+from mla_convert.patches.masks import additive, as_bool, causal, representable, restricted, visibility
+from mla_convert.patches.selection import fold, selected
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +42,8 @@ HARMLESS = frozenset(
     "output_attentions output_hidden_states output_router_logits position_embeddings position_ids return_dict "
     "token_type_ids use_cache".split()
 )
+#: Keywords that change attention, and that the absorbed form takes.
+USED = frozenset(("indices", "s_aux", "sliding_window"))
 #: Keywords under which only the original function knows what to do.
 EXPANDED_ONLY = (
     "cu_seq_lens_q",
@@ -102,15 +105,38 @@ def latent_attention(
         return run(key, value)
     call = layer.slot.get()
     if call is None or not call.absorbed:
-        return run(*_expand(module, key, value))
-    if unknown := sorted(k for k, v in kwargs.items() if v is not None and k not in HARMLESS):
+        return run(*_expand(module, key, value), selection=None if call is None else call.selection)
+    if unknown := sorted(k for k, v in kwargs.items() if v is not None and k not in HARMLESS | USED):
         raise PatchError(
             f"{layer.name}: the attention function was called with {', '.join(unknown)}, which the absorbed form does "
             "not know; patch with prefill_threshold=0 and report the model, or unpatch it"
         )
     scale = layer.geometry.scale if scaling is None else scaling
-    out = layer.attend(query, key[:, 0], value[:, 0], attention_mask, scale, call, lower_right="flash" in original)
-    return out, None
+    seen = _seen(query, key.shape[2], attention_mask, call, kwargs, lower_right="flash" in original)
+    return layer.attend(query, key[:, 0], value[:, 0], scale, call, seen), None
+
+
+def _seen(query: Tensor, kv_len: int, mask: Any, call: Call, kwargs: dict[str, Any], *, lower_right: bool) -> Seen:
+    """What the new tokens see, from the mask and the arguments that restrict it further."""
+    batch, _, q_len, _ = query.shape
+    sinks, window, indices = kwargs.get("s_aux"), kwargs.get("sliding_window"), kwargs.get("indices")
+    if window is not None and kv_len > window and (mask is None or mask.dim() != 4):
+        raise PatchError(
+            f"sliding_window={window} was given with no mask that holds it ({kv_len} tokens are cached): patch "
+            "with prefill_threshold=0 and report the model"
+        )
+    if call.selection is not None:
+        indices, mask = call.selection, None
+    if indices is None:
+        return Seen(
+            visibility(mask, batch, q_len, kv_len, capacity=call.capacity, lower_right=lower_right), sinks=sinks
+        )
+    if call.selection is None and mask is None:
+        mask = causal(q_len, kv_len, query.device)
+    if indices.shape[-1] >= kv_len:  # reading everything is no more than gathering, and needs no copy
+        mask, indices = fold(mask, indices, kv_len), None
+    by_mask = None if mask is None else as_bool(mask, batch, q_len, kv_len)
+    return Seen(restricted(by_mask, batch, q_len, kv_len, query.device), indices, sinks)
 
 
 def _expand(module: Any, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -130,9 +156,16 @@ def _run_original(
     scaling: float | None,
     dropout: float,
     kwargs: dict[str, Any],
+    selection: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """The model's original attention function, with the mask in the form it takes."""
+    """The model's original attention function, with the mask in the form it takes, positions chosen included."""
     function = _original_function(original, module)
+    if kwargs.get("indices") is not None:
+        mask, kwargs = _with_indices(mask, query, key, kwargs["indices"]), kwargs | {"indices": None}
+    if selection is not None:
+        mask = fold(None, selection, key.shape[2])
+    if original == "sdpa" and kwargs.get("s_aux") is not None:
+        raise PatchError('attention sinks are ignored by "sdpa": call model.set_attn_implementation("eager") first')
     width = value.shape[-1]
     if original in _ADDING and (mask is None or isinstance(mask, Tensor)):
         mask = additive(mask, query, key.shape[2])
@@ -141,6 +174,17 @@ def _run_original(
         value = nn.functional.pad(value, (0, key.shape[-1] - width))
     out, weights = function(module, query, key, value, mask, scaling=scaling, dropout=dropout, **kwargs)
     return out[..., :width], weights
+
+
+def _with_indices(mask: Any, query: Tensor, key: Tensor, indices: Tensor) -> Tensor:
+    if mask is None:
+        mask = causal(query.shape[2], key.shape[2], query.device)
+    if not isinstance(mask, Tensor) or mask.dim() != 4:
+        raise PatchError(
+            f"an indexer chose positions for attention whose mask is {'no tensor' if mask is None else type(mask)}; "
+            'call model.set_attn_implementation("sdpa") before patching'
+        )
+    return fold(mask, indices, key.shape[2])
 
 
 def _original_function(original: str, module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:
@@ -172,7 +216,7 @@ def begin_call(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
     possible = not weights_asked and not wants_gradients(module, hidden) and not _needs_original(module, given)
     if possible and not being_traced():
         possible = not layer.needs_projections(module)
-    absorbed = possible and _cheaper_absorbed(module, layer, hidden.shape[-2], cache, given.get("attention_mask"))
+    absorbed = possible and _cheaper_absorbed(module, layer, hidden.shape[-2], cache, given)
     prefill = hidden.shape[-2] > 1
     if not being_traced() and (absorbed or (possible and prefill and hidden.device.type != "cpu")):
         layer.follow_weights(module, decoding=not prefill)
@@ -190,14 +234,15 @@ def _needs_original(module: nn.Module, given: dict[str, Any]) -> bool:
     return any(given.get(name) is not None for name in EXPANDED_ONLY)
 
 
-def _cheaper_absorbed(module: nn.Module, layer: AbsorbedLayer, q_len: int, cache: Any, mask: Any) -> bool:
+def _cheaper_absorbed(module: nn.Module, layer: AbsorbedLayer, q_len: int, cache: Any, given: dict[str, Any]) -> bool:
     """Whether latent space costs less than expanding, and can express the mask."""
-    kv_len = q_len
-    if isinstance(mask, Tensor):
+    kv_len, mask = q_len, given.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.dim() == 4:
         kv_len = mask.shape[-1]
     elif cache is not None and q_len > 1:
         kv_len = cache.get_mask_sizes(q_len, module.layer_idx)[0]
-    return layer.prefers_absorbed(q_len, kv_len) and representable(mask, layer.geometry.num_heads)
+    cheaper = layer.prefers_absorbed(q_len, kv_len, selected(module, given))
+    return cheaper and representable(mask, layer.geometry.num_heads)
 
 
 def end_call(module: nn.Module, args: Any, output: Any) -> None:

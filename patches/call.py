@@ -22,11 +22,13 @@ class Call:
         absorbed: whether attention runs in latent space.
         capacity: whether the cache hands out its capacity rather than its content (``StaticCache``).
         q_latent: [B,S,H,C], where the query projection is fused and has run.
+        selection: [B,S,K] positions that alone say what is visible, where the module makes its mask of them.
     """
 
     absorbed: bool
     capacity: bool = False
     q_latent: torch.Tensor | None = None
+    selection: torch.Tensor | None = None
 
 
 class CallSlot:

@@ -61,7 +61,7 @@ class FusedQuery(_InstanceForward):
     """``q_b_proj`` or ``q_proj`` with the fused key side: [B,S,Q] to [B,S,H·(N+R)]."""
 
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """In an absorbed call the N content columns are zeros, which nobody reads."""
+        """In an absorbed call the content is a one and zeros: what the module multiplies it by is read from the one."""
         call = self.layer.slot.get()
         if call is None or not call.absorbed:
             return self.original(x, *args, **kwargs)
@@ -69,6 +69,7 @@ class FusedQuery(_InstanceForward):
         heads = nn.functional.linear(x, self.layer.qk_absorbed).view(*x.shape[:-1], -1, g.latent_width)
         call.q_latent = heads[..., : g.kv_lora_rank]
         query = heads.new_zeros(*heads.shape[:-1], g.qk_head_dim)
+        query[..., 0] = 1
         query[..., g.qk_nope_head_dim :] = heads[..., g.kv_lora_rank :]
         return query.flatten(-2)
 

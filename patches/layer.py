@@ -14,7 +14,7 @@ from mla_convert.absorption import Forms
 from mla_convert.kernels.arguments import DecodeArguments
 from mla_convert.kernels.dispatch import decode
 from mla_convert.patches.call import Call, CallSlot
-from mla_convert.patches.masks import visibility
+from mla_convert.patches.masks import Visibility
 from mla_convert.patches.sources import hooks_bypassed, stands_alone
 from mla_convert.patches.weights import AbsorbedWeights, Stored
 
@@ -41,6 +41,15 @@ class Options:
             logger.warning("%s", message)
 
 
+@dataclasses.dataclass(frozen=True)
+class Seen:
+    """What the new tokens of a call see: by mask and length, by ``indices`` [B,S,K], and the sinks [H] beside it."""
+
+    visible: Visibility
+    indices: Tensor | None = None
+    sinks: Tensor | None = None
+
+
 class AbsorbedLayer(AbsorbedWeights):
     """The absorbed side of one attention module, as its submodule ``mla_absorbed``."""
 
@@ -55,11 +64,12 @@ class AbsorbedLayer(AbsorbedWeights):
         #: Names of the owner's forward arguments in order, for those that a caller gives by position.
         self.positional = tuple(inspect.signature(type(owner).forward).parameters)[1:]
 
-    def prefers_absorbed(self, q_len: int, kv_len: int) -> bool:
+    def prefers_absorbed(self, q_len: int, kv_len: int, chosen: int | None = None) -> bool:
         """Whether S new tokens over T cached ones cost less in latent space (multiplications per head).
 
-        Absorbed: ``S·(C(N+V) + T(2C+R))``; expanded: ``T·C(N+V) + S·T(N+R+V)``. One token is always absorbed, and
-        a number given as ``prefill_threshold`` replaces the rule.
+        Absorbed: ``S·(C(N+V) + T(2C+R))``; expanded: ``T·C(N+V) + S·T(N+R+V)``. Where only ``chosen`` positions are
+        attended to, they alone are read in latent space; expanding takes all T. One token is always absorbed, and a
+        number given as ``prefill_threshold`` replaces the rule.
         """
         if isinstance(self.options.prefill_threshold, int):
             return q_len <= self.options.prefill_threshold
@@ -67,8 +77,9 @@ class AbsorbedLayer(AbsorbedWeights):
             return True
         g = self.geometry
         lift = g.kv_lora_rank * (g.qk_nope_head_dim + g.v_head_dim)
-        longer = 2 * g.kv_lora_rank - g.qk_nope_head_dim - g.v_head_dim
-        return q_len * (lift + kv_len * longer) < kv_len * lift
+        read = kv_len if chosen is None else min(kv_len, chosen)
+        absorbed = q_len * (lift + read * (2 * g.kv_lora_rank + g.qk_rope_head_dim))
+        return absorbed < kv_len * lift + q_len * kv_len * (g.qk_head_dim + g.v_head_dim)
 
     def follow_weights(self, owner: nn.Module, *, decoding: bool) -> None:
         """Keep the absorbed weights true to ``owner``'s; on accelerators the sample is compared in prefill only."""
@@ -88,27 +99,30 @@ class AbsorbedLayer(AbsorbedWeights):
             logger.warning("%s: %s has hooks; it runs expanded while it has them", self.name, ", ".join(hooked))
         return bool(hooked)
 
-    def attend(
-        self, query: Tensor, latent: Tensor, k_rope: Tensor, mask: Tensor | None, scale: float, call: Call, **form: Any
-    ) -> Tensor:
+    def attend(self, query: Tensor, latent: Tensor, k_rope: Tensor, scale: float, call: Call, seen: Seen) -> Tensor:
         """Attention in latent space.
 
         Args:
-            query: [B,H,S,N+R], rotated; its content part is not read where ``call.q_latent`` is there.
+            query: [B,H,S,N+R], rotated; of its content part only the factor in the first column is read where
+                ``call.q_latent`` is there.
             latent, k_rope: [B,T,C] and [B,T,R], as cached.
-            mask: what transformers made; see ``patches.masks``.
-            form: ``lower_right`` of :func:`visibility`.
+            seen: what the new tokens may see.
 
         Returns:
             [B,S,H,V], or [B,S,H,C] where the value side is fused.
         """
-        batch, _, q_len, _ = query.shape
         nope = self.geometry.qk_nope_head_dim
-        q_latent = self.lift_query(query[..., :nope]) if call.q_latent is None else call.q_latent
-        seen = visibility(mask, batch, q_len, latent.shape[1], capacity=call.capacity, **form)
+        if call.q_latent is None:
+            q_latent = self.lift_query(query[..., :nope])
+        else:
+            # A factor for each token and head commutes with the projections, and is exact here.
+            q_latent = call.q_latent * query[..., :1].transpose(1, 2)
         q_rope = query[..., nope:].transpose(1, 2)
-        cached = latent[:, : seen.stop], k_rope[:, : seen.stop]
-        args = DecodeArguments(q_latent, q_rope, *cached, scale, seen.kv_lens, seen.mask)
+        visible = seen.visible
+        cached = latent[:, : visible.stop], k_rope[:, : visible.stop]
+        args = DecodeArguments(
+            q_latent, q_rope, *cached, scale, visible.kv_lens, visible.mask, indices=seen.indices, sinks=seen.sinks
+        )
         out, _ = decode(args, self.options.backend)
         return out if self.forms.vo == "fused" else self.lift_output(out)
 

@@ -59,7 +59,7 @@ def _hidden(mask: torch.Tensor) -> torch.Tensor:
 
 
 def visibility(
-    mask: torch.Tensor | None, batch: int, q_len: int, kv_len: int, *, capacity: bool, lower_right: bool
+    mask: torch.Tensor | None, batch: int, q_len: int, kv_len: int, *, capacity: bool, lower_right: bool = False
 ) -> Visibility:
     """``mask``, one that :func:`representable` accepts, as arguments of ``absorbed_decode``.
 
@@ -73,13 +73,23 @@ def visibility(
     if mask.dim() == 2:
         stop = min(kv_len, mask.shape[1])
         return Visibility(stop, mask[:, None, :stop].to(torch.bool).expand(batch, q_len, stop))
-    seen = mask[:, 0] if mask.dtype == torch.bool else ~_hidden(mask[:, 0])
-    seen = seen[..., :kv_len].expand(batch, q_len, -1)
     if capacity:
+        seen = as_bool(mask, batch, q_len, kv_len)
         return Visibility(kv_len, seen, _lengths(seen))
+    return restricted(as_bool(mask, batch, q_len, kv_len), batch, q_len, kv_len, mask.device)
+
+
+def restricted(seen: torch.Tensor | None, batch: int, q_len: int, kv_len: int, device: torch.device) -> Visibility:
+    """Visibility by ``seen`` [B,S,T] alone, or, without it, of everything (where indices say what is seen)."""
     # One new token sees all that is stored unless the mask hides it; several may see what a causal rule would hide.
-    open_end = None if q_len == 1 else torch.full((batch,), kv_len + q_len - 1, device=mask.device)
+    open_end = None if q_len == 1 else torch.full((batch,), kv_len + q_len - 1, device=device)
     return Visibility(kv_len, seen, open_end)
+
+
+def as_bool(mask: torch.Tensor, batch: int, q_len: int, kv_len: int) -> torch.Tensor:
+    """A mask [B,1,S,≥T] that :func:`representable` accepts as bool [B,S,T], True attends."""
+    seen = mask[:, 0] if mask.dtype == torch.bool else ~_hidden(mask[:, 0])
+    return seen[..., :kv_len].expand(batch, q_len, -1)
 
 
 def _lengths(seen: torch.Tensor) -> torch.Tensor:
@@ -91,13 +101,19 @@ def _lengths(seen: torch.Tensor) -> torch.Tensor:
     return torch.where(after_last > 0, after_last + room, 0).amax(dim=-1)
 
 
+def causal(q_len: int, kv_len: int, device: torch.device) -> torch.Tensor:
+    """What no mask means, as bool [1,1,S,T]: one new token sees everything, several from the upper left."""
+    ones = torch.ones(q_len, kv_len, dtype=torch.bool, device=device)
+    return (ones if q_len == 1 else ones.tril())[None, None]
+
+
 def additive(mask: torch.Tensor | None, query: torch.Tensor, kv_len: int) -> torch.Tensor | None:
     """``mask`` as numbers to add to the logits; causal from the upper left when there is none and S > 1."""
     q_len = query.shape[2]
     if mask is None:
         if q_len == 1:
             return None
-        mask = torch.ones(q_len, kv_len, dtype=torch.bool, device=query.device).tril()[None, None]
+        mask = causal(q_len, kv_len, query.device)
     if mask.dtype != torch.bool:
         return mask
     lowest = torch.finfo(query.dtype).min

@@ -15,6 +15,7 @@ import transformers
 from torch import Tensor
 
 from mla_convert.absorption import Forms
+from mla_convert.architectures import projection_of
 from mla_convert.belonging import Comparison, compare_factored, compare_fused_ov, compare_fused_qk
 from mla_convert.checkpoint import tensor_digest
 from mla_convert.coded_belonging import compare_coded
@@ -71,7 +72,7 @@ class Sidecar:
     def _check(self, index: int, layer: StoredLayer, module: Any, tensors: dict[str, Tensor | Quantized]) -> None:
         cast: list[SourceTensor] = []
         for source in self._sources(index, layer):
-            part = source.name.split(".")[-2]
+            part = _part_of(module, source)
             if adds(getattr(module, part)):
                 raise MismatchError(
                     f"layer {index}: {part} of the model has active adapters, and {self.label} was made without them: "
@@ -100,9 +101,9 @@ class Sidecar:
     def _sources(self, index: int, layer: StoredLayer) -> list[SourceTensor]:
         """What the layer was made from; the manifest must name each of the weights that its forms need."""
         parts = {"kv_b_proj"} | ({"o_proj"} if layer.vo == "fused" else set())
-        named = {name.split(".")[-2] for name in layer.sources if name.count(".") >= 2}
+        named = {projection_of(name) for name in layer.sources}
         missing = [name for name in layer.sources if name not in self.store.manifest.source.tensors]
-        if missing or not parts <= named or (layer.qk == "fused" and not named & {"q_b_proj", "q_proj"}):
+        if missing or not parts <= named or (layer.qk == "fused" and "query" not in named):
             raise SidecarError(
                 f"layer {index}: the manifest in {self.label} does not say what the weights were made from "
                 f"({', '.join(missing) or 'source tensors are missing'}): it was edited, convert again"
@@ -160,3 +161,9 @@ class Sidecar:
                 "dequantizes by the config's block size"
             )
         return message + ". Otherwise use the weights made from this model, or convert again"
+
+
+def _part_of(module: Any, source: SourceTensor) -> str:
+    """The submodule whose weight a source tensor is, whatever the checkpoint calls it."""
+    projection = projection_of(source.name)
+    return query_name(module) if projection == "query" else projection

@@ -21,15 +21,16 @@ from mla_convert.quantization import Quantized
 
 
 def query_name(module: Owner) -> str:
-    """Which submodule makes the query's heads: ``q_b_proj``, or ``q_proj`` without a query rank."""
-    return "q_proj" if getattr(module, "q_lora_rank", None) is None else "q_b_proj"
+    """Which submodule makes the query's heads: ``q_b_proj``, ``q_gate_proj``, or ``q_proj`` without a query rank."""
+    return next((name for name in ("q_b_proj", "q_gate_proj") if getattr(module, name, None) is not None), "q_proj")
 
 
 def module_geometry(module: Owner) -> MLAGeometry:
     """Dimensions of an attention module, from the module itself; the number of heads from its local weight."""
     n, v = int(module.qk_nope_head_dim), int(module.v_head_dim)
     rows, _ = shape_of("kv_b_proj", module.kv_b_proj)
-    q_rank = getattr(module, "q_lora_rank", None)
+    # q_gate_proj reads the query latent twice, normed and not.
+    times = {"q_proj": 0, "q_b_proj": 1, "q_gate_proj": 2}[query_name(module)]
     return MLAGeometry(
         hidden_size=int(module.o_proj.out_features),
         num_heads=rows // (n + v),
@@ -37,7 +38,7 @@ def module_geometry(module: Owner) -> MLAGeometry:
         qk_nope_head_dim=n,
         qk_rope_head_dim=int(module.qk_rope_head_dim),
         v_head_dim=v,
-        q_lora_rank=None if q_rank is None else int(q_rank),
+        q_lora_rank=times * int(module.q_lora_rank) if times else None,
         scale=float(module.scaling),
     )
 

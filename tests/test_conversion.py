@@ -288,15 +288,19 @@ def test_torch_dtypes_and_neutral_options_are_taken(example_path: pathlib.Path, 
     assert report.dtype == "float32"
 
 
-@pytest.mark.parametrize(("side", "attribute"), [("qk", "fuse_qk"), ("vo", "fuse_vo")])
+@pytest.mark.parametrize(("side", "attribute"), [("qk", "between_qk"), ("vo", "between_vo")])
 def test_sides_that_may_not_be_fused(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, side: str, attribute: str
 ) -> None:
     path = small(tmp_path / "source", **WIDE, qk_nope_head_dim=128, v_head_dim=128)  # auto would fuse both
-    family = dataclasses.replace(architectures.find_family({"model_type": "deepseek_v3"}), **{attribute: False})
+    family = dataclasses.replace(
+        architectures.find_family({"model_type": "deepseek_v3"}), **{attribute: "a gate stands there"}
+    )
     monkeypatch.setitem(architectures._BY_TYPE, "deepseek_v3", family)
     for options in ({side: "fused"}, {"form": "fused"}):
-        with pytest.raises(UsageError, match="side of deepseek_v3 cannot be fused: .*factored or auto"):
+        with pytest.raises(
+            UsageError, match="side of deepseek_v3 cannot be fused: a gate stands there; .*factored or auto"
+        ):
             convert(path, tmp_path / "out", **options)
     report = convert(path, tmp_path / "out")
     assert {"qk": report.qk.form, "vo": report.vo.form} == {"qk": "fused", "vo": "fused", side: "factored"}
