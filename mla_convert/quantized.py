@@ -331,7 +331,10 @@ def _parts(module: str, stored: Mapping[str, Stored], form: Format, scheme: Sour
                 "used; take the config.json that belongs to the checkpoint"
             )
         if len(found) > 1 and not part.suffixes[0].endswith("*"):
-            raise FormatError(f"{' and '.join(stored[each].name for each in found)} are there, and one may be")
+            raise FormatError(
+                f"{' and '.join(stored[each].name for each in found)} are both there, and one has to be; remove the "
+                "one that is wrong, or fetch the checkpoint again"
+            )
         parts |= {suffix: stored[suffix] for suffix in found}
     return parts
 
@@ -383,13 +386,13 @@ def _refuse_leftovers(
             f"{'with a weight_block_size' if quantization is None else 'for it'}; take the config.json that belongs to "
             "the checkpoint"
         )
+    for suffix in _PACKED & stored.keys():
+        raise FormatError(
+            f"{stored[suffix].name} holds codes in {plain(stored[suffix].dtype)}, and the config's quantization_config "
+            f"{'has nothing for it' if scheme is None else f'says they are stored as {scheme.label}'}; take the "
+            "config.json that belongs to the checkpoint"
+        )
     for suffix, tensor in stored.items():
-        if suffix in _PACKED:
-            raise FormatError(
-                f"{tensor.name} holds codes in {plain(tensor.dtype)}, and the config's quantization_config "
-                f"{'has nothing for it' if scheme is None else f'says they are stored as {scheme.label}'}; take the "
-                "config.json that belongs to the checkpoint"
-            )
         if suffix != "weight" and _is_part(suffix):
             raise _surplus(tensor, weight, FORMATS[scheme.format] if scheme is not None else None)
 
