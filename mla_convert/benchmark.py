@@ -38,6 +38,7 @@ from mla_convert.quiet import no_loading_bars
 from mla_convert.recipe import parse_device, parse_dtype, parse_forms
 from mla_convert.report import BenchmarkReport, ContextTiming, Spread
 from mla_convert.storage import own_sidecar
+from mla_convert.trial import try_out
 
 DEFAULT_CONTEXTS = (64, 1024, 4096)
 #: Below this, quartiles are the repetitions themselves.
@@ -92,6 +93,7 @@ def bench(
             f"bench takes a transformers model or a checkpoint folder, found {type(model_or_source).__name__}"
         )
     lengths = _check_contexts(contexts, model)
+    try_out(model, name)
     patched = twin(model)
     description = patch(patched, absorbed, form=form, qk=qk, vo=vo, backend=backend).describe()
     run = _Run(twin(model), patched, repetitions, batch, len(lengths), progress)
@@ -177,6 +179,8 @@ class _Run:
         ids = torch.randint(vocabulary, (self.batch, 1), generator=generator, device=model.device)
         caches = DynamicCache(config=model.config), LatentCache(model.config)
         fill(caches, model, self.batch, context - 1)
+        if any(getattr(layer, "is_sliding", False) for layer in caches[0].layers):
+            raise UsageError("this model's config asks for caches of a sliding window, which cannot give a step back")
         return _Side(self.original, caches[0], ids), _Side(self.patched, caches[1], ids)
 
     def _tick(self) -> None:

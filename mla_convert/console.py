@@ -96,6 +96,17 @@ def error_boundary() -> Iterator[None]:
         LOGGER.debug("where the error was raised", exc_info=error)
         where = "" if error.filename is None else f"{error.filename}: "
         _fail(f"{where}{error.strerror or error}", EXIT_FAULTY_INPUT)
+    except (MemoryError, OverflowError, RuntimeError) as error:
+        if not _out_of_memory(error):
+            raise
+        LOGGER.debug("where the error was raised", exc_info=error)
+        _fail("there is not enough memory for this; take fewer or shorter sequences", EXIT_FAULTY_INPUT)
+
+
+def _out_of_memory(error: BaseException) -> bool:
+    """PyTorch has a class for it on accelerators only; and a size that no number can hold is no smaller."""
+    words = ("out of memory", "can't allocate memory", "not enough memory", "overflow")
+    return isinstance(error, MemoryError | OverflowError) or any(word in str(error) for word in words)
 
 
 def _fail(message: str, code: int) -> None:

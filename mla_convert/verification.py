@@ -23,15 +23,14 @@ import torch
 from transformers import PreTrainedModel
 
 from mla_convert.divergence import Divergence, compare
-from mla_convert.errors import UsageError
 from mla_convert.formats import plain
-from mla_convert.judgement import MINIMUM, StageReport, VerificationReport, judge
+from mla_convert.judgement import StageReport, VerificationReport, judge
 from mla_convert.patches.apply import PatchDescription, patched
 from mla_convert.prompts import Prompts, read_prompts
+from mla_convert.sizes import BLOCK, check_positions, check_sizes, choose_sizes
 from mla_convert.stages import Outputs, Stage, counted_calls, run
 from mla_convert.subject import Subject
-
-BLOCK = 3
+from mla_convert.trial import refuse_nonfinite_logits, try_out
 
 
 def verify(
@@ -76,12 +75,15 @@ def verify(
         MLAConvertError: whatever loading and patching raise.
     """
     started = time.perf_counter()
+    check_sizes(prefill, decode, batch)
     patching = {"form": form, "qk": qk, "vo": vo, "backend": backend, "cache": cache}
     subject = Subject(model_or_source, absorbed, dtype)
+    try_out(subject.model, subject.label)
     with patched(subject.model, subject.absorbed, **patching):
         pass  # whatever cannot be patched is refused before the long part
     floor = subject.floor_dtype()
-    sizes = _sizes(prefill, decode, batch, floored=floor is not None)
+    sizes = choose_sizes(prefill, decode, batch, floored=floor is not None)
+    check_positions(subject.model, *sizes[:2])
     text = read_prompts(subject.folder, subject.vocabulary, prompts)
     stages = _stages(text, sizes)
     reports, description, routers = _compare_all(subject, floor, stages, patching, _Ticks(progress, stages, floor))
@@ -112,6 +114,8 @@ def _compare_all(
         # One call over all tokens gives the float32 original's logits for less; under the strict rule both take
         # the same steps, so that nothing but the patch is between them.
         references = [run(original, stage, whole=floor is not None, tick=ticks) for stage in stages]
+    for reference in references:
+        refuse_nonfinite_logits(reference.logits, subject.label)
     del original
     own: list[dict[str, Divergence]] = [{} for _ in stages]
     if floor is not None:
@@ -155,21 +159,6 @@ class _Ticks:
         self.done += 1
         if self.progress is not None:
             self.progress(self.done, self.total)
-
-
-def _sizes(prefill: int, decode: int | None, batch: int | None, *, floored: bool) -> tuple[int, int, int]:
-    """(prefill, decode, batch), with what was left open; UsageError where they are too small to prove anything."""
-    steps = decode if decode is not None else 64 if floored else 48
-    for name, value, least in (("prefill", prefill, 2), ("decode", steps, BLOCK), ("batch", batch, 2)):
-        if value is not None and value < least:
-            raise UsageError(f"{name}={value}; at least {least} are needed")
-    rows = batch if batch is not None else max(4, -(-MINIMUM // steps)) if floored else 4
-    if floored and rows * steps < MINIMUM:
-        raise UsageError(
-            f"batch={rows} times decode={steps} gives {rows * steps} positions, and judging a lower precision needs "
-            f"{MINIMUM:,}: take more of either, or leave batch out"
-        )
-    return prefill, steps, rows
 
 
 def _stages(text: Prompts, sizes: tuple[int, int, int]) -> list[Stage]:

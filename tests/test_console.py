@@ -17,6 +17,8 @@ from mla_convert.console import Output, Verbosity
 from mla_convert.errors import CheckpointError, UsageError
 from mla_convert.units import format_bytes
 
+NO_MEMORY = "there is not enough memory for this; take fewer or shorter sequences"
+
 
 @pytest.mark.parametrize(
     ("error", "code", "words"),
@@ -25,6 +27,7 @@ from mla_convert.units import format_bytes
         (CheckpointError("no folder a\nb\x1b[2J"), 2, "error: no folder a\\nb\\x1b[2J\n"),
         (PermissionError(errno.EACCES, "Permission denied", "/locked"), 2, "error: /locked: Permission denied\n"),
         (OSError(errno.ENOSPC, "No space left on device"), 2, "error: No space left on device\n"),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried"), 2, f"error: {NO_MEMORY}\n"),
         (KeyboardInterrupt(), 130, "error: interrupted\n"),
         (BrokenPipeError(errno.EPIPE, "Broken pipe"), 141, ""),
     ],
@@ -147,3 +150,12 @@ def test_plain_values() -> None:
 )
 def test_bytes_are_given_in_decimal_units(count: int, text: str) -> None:
     assert format_bytes(count) == text
+
+
+def test_sizes_that_no_memory_holds(capsys: pytest.CaptureFixture[str]) -> None:
+    for rows in (1 << 60, 1 << 62, 1 << 70):
+        with pytest.raises(SystemExit), console.error_boundary():
+            torch.arange(rows)
+        assert NO_MEMORY in capsys.readouterr().err
+    with pytest.raises(RuntimeError, match="shape"), console.error_boundary():
+        torch.empty(2).view(3)

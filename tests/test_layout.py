@@ -23,8 +23,10 @@ BASE = {"errors", "geometry", "version"}
 ABOVE_PATCHES = {
     "verification",
     "judgement",
+    "sizes",
     "stages",
     "subject",
+    "trial",
     "benchmark",
     "calibration",
     "quality",
