@@ -1,0 +1,182 @@
+"""Every cache that transformers offers, through ``generate()`` and by hand, against the unpatched model."""
+
+from __future__ import annotations
+
+import copy
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import models
+import pytest
+import torch
+from generation import Outcome, Subject, check_patched, check_same, generated, small, trained
+from patching import BOUND, steps
+from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
+from transformers.cache_utils import (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    Fp8QuantizedLayer,
+    QuantizedLayer,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
+
+import mla_convert
+from mla_convert.patches.cache import LatentLayer
+
+
+@pytest.fixture(params=["small", pytest.param("trained", marks=pytest.mark.slow)])
+def subject(request: pytest.FixtureRequest, example_path: pathlib.Path) -> Subject:
+    return small() if request.param == "small" else trained(example_path)
+
+
+class GroupedLayer(QuantizedLayer):
+    """transformers' quantized layer with 8 bit codes: what quanto and hqq compute, without their packing."""
+
+    def __init__(self) -> None:
+        super().__init__(nbits=8, residual_length=4)
+
+    def _quantize(self, tensor: torch.Tensor, axis: int) -> tuple[torch.Tensor, torch.Tensor]:
+        scale = tensor.abs().amax(-1, keepdim=True).clamp(min=1e-6) / 127
+        return torch.round(tensor / scale).to(torch.int8), scale
+
+    def _dequantize(self, q_tensor: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return q_tensor[0] * q_tensor[1]
+
+
+def every(kind: Callable[[], Any]) -> Callable[[PreTrainedModel], Cache]:
+    return lambda model: Cache(layers=[kind() for _ in range(model.config.num_hidden_layers)])
+
+
+CACHES: dict[str, Callable[[PreTrainedModel], Cache]] = {
+    "dynamic": lambda model: DynamicCache(config=model.config),
+    "latent": lambda model: mla_convert.LatentCache(model.config),
+    "static": lambda model: StaticCache(config=model.config, max_cache_len=60),
+    "sliding": every(lambda: DynamicSlidingWindowLayer(sliding_window=9)),
+    "static-sliding": every(lambda: StaticSlidingWindowLayer(max_cache_len=60, sliding_window=9)),
+    "fp8": every(Fp8QuantizedLayer),
+    "grouped-codes": every(GroupedLayer),
+}
+
+
+@pytest.mark.parametrize("kind", CACHES)
+def test_generate_with_every_cache(subject: Subject, kind: str, runs: list[int]) -> None:
+    """A cache made by the user and handed to ``generate()``, with a left-padded batch."""
+    check_patched(
+        subject.model, lambda m: generated(m, subject.padded, attention_mask=subject.mask, cache=CACHES[kind](m))
+    )
+    assert runs.count(1) >= 9 * subject.model.config.num_hidden_layers
+
+
+@pytest.mark.parametrize("kind", CACHES)
+@torch.inference_mode()
+def test_several_new_tokens_with_every_cache(kind: str) -> None:
+    """Without padding; steps of one and of several tokens, expanded and absorbed."""
+    model, ids = models.deepseek_v3(), models.tokens(2, 26)
+    sizes = [11, 1, 3, 1, 2, 5, 1, 2]
+    expected = steps(model, ids, CACHES[kind](model), sizes)
+    for patching in ({}, {"prefill_threshold": 0}, {"prefill_threshold": 30, "form": "fused"}):
+        with mla_convert.patched(model, **patching):
+            found = steps(model, ids, CACHES[kind](model), sizes)
+        assert models.relative(found, expected) <= BOUND
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"cache_implementation": "static"}, {"cache_implementation": "quantized", "cache_config": {"backend": "fp8"}}],
+    ids=["static", "quantized"],
+)
+def test_caches_that_generate_makes(options: dict[str, Any]) -> None:
+    subject = small()
+    check_patched(subject.model, lambda m: generated(m, subject.padded, attention_mask=subject.mask, **options))
+
+
+@pytest.mark.parametrize("kind", ["static", "fp8", "grouped-codes", "sliding"])
+def test_beams_reorder_every_cache(kind: str) -> None:
+    subject = small()
+    check_patched(subject.model, lambda m: generated(m, subject.ids, num_beams=3, cache=CACHES[kind](m)))
+
+
+class Stream:
+    """Stands in for a stream of an accelerator."""
+
+    def __enter__(self) -> None: ...
+    def __exit__(self, *_: object) -> None: ...
+    def wait_stream(self, _: object) -> None: ...
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "latent", "static"])
+def test_offloaded_cache(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without an accelerator nothing moves, so it is acted out: between ``offload`` and ``prefetch`` there is NaN."""
+    makers: dict[str, Callable[[PreTrainedModel], Cache]] = {
+        "dynamic": lambda m: DynamicCache(config=m.config, offloading=True),
+        "latent": lambda m: mla_convert.LatentCache(m.config, offloading=True),
+        "static": lambda m: StaticCache(config=m.config, max_cache_len=60, offloading=True),
+    }
+    held = ("rows",) if kind == "latent" else ("keys", "values")
+    layers: dict[str, Any] = {"dynamic": DynamicLayer, "latent": LatentLayer, "static": StaticLayer}
+    moves = []
+
+    def offload(layer: Any) -> None:
+        layer.away = {name: getattr(layer, name) for name in held}
+        for name, tensor in layer.away.items():
+            setattr(layer, name, torch.full_like(tensor, torch.nan))
+        moves.append("offload")
+
+    def prefetch(layer: Any) -> None:
+        if getattr(layer, "away", None):
+            for name, tensor in layer.away.items():
+                setattr(layer, name, tensor)
+            layer.away = None
+            moves.append("prefetch")
+
+    monkeypatch.setattr(torch, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda _: Stream())
+    monkeypatch.setattr(layers[kind], "offload", offload)
+    monkeypatch.setattr(layers[kind], "prefetch", prefetch)
+    used: list[Any] = []
+
+    def run(model: PreTrainedModel) -> Outcome:
+        used.append(makers[kind](model))
+        return generated(model, small().ids, cache=used[-1])
+
+    check_patched(small().model, run)
+    assert moves.count("offload") == 2 * 2 * 10 and moves.count("prefetch") > 2 * 2 * 8
+    assert all(type(layer) is layers[kind] for cache in used for layer in cache.layers)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "latent", "static", "grouped-codes"])
+@torch.inference_mode()
+def test_prefix_reuse(subject: Subject, kind: str) -> None:
+    """A cache filled once, copied, and continued twice, each differently; the original copy stays as it was."""
+    prefix, model = subject.ids[:1, :10], subject.model
+    others = [torch.cat((prefix, subject.ids[:1, at : at + 4]), dim=1) for at in (3, 8)]
+
+    def run(model: PreTrainedModel) -> list[Outcome]:
+        filled = CACHES[kind](model)
+        model(prefix, cache=filled)
+        return [generated(model, ids, cache=copy.deepcopy(filled), max_new_tokens=6) for ids in others]
+
+    expected = run(model)
+    with mla_convert.patched(model):
+        found = run(model)
+    for ours, theirs, ids in zip(found, expected, others, strict=True):
+        check_same(ours, theirs)
+        if kind == "latent":
+            check_same(ours, generated(model, ids, max_new_tokens=6))
+
+
+@pytest.mark.parametrize("implementation", [None, pytest.param("static", marks=pytest.mark.slow)])
+def test_chunked_prefill_with_every_chunk_size(implementation: str | None) -> None:
+    subject = small()
+    plain = generated(subject.model, subject.ids, max_new_tokens=3)
+    for size in range(1, subject.ids.shape[1] + 1):
+        options = {"prefill_chunk_size": size, "max_new_tokens": 3, "cache_implementation": implementation}
+        found = check_patched(subject.model, lambda m, options=options: generated(m, subject.ids, **options))
+        check_same(found, plain)
+
+
+def test_chunked_prefill_of_a_padded_batch(subject: Subject) -> None:
+    options = {"prefill_chunk_size": 5, "attention_mask": subject.mask}
+    check_patched(subject.model, lambda m: generated(m, subject.padded, **options))
