@@ -11,6 +11,7 @@ import math
 import torch
 
 from mla_convert.errors import UsageError
+from mla_convert.kernels.tracing import being_traced
 
 #: Storage of a latent that is not in the query's dtype, and how many numbers one element holds.
 CODED = {torch.float8_e4m3fn: 1, torch.float8_e4m3fnuz: 1, torch.int8: 1, torch.uint8: 2}
@@ -77,7 +78,8 @@ def check(args: DecodeArguments) -> DecodeArguments:
     for field in dataclasses.fields(args):
         value = getattr(args, field.name)
         if isinstance(value, torch.Tensor) and value.device != args.q_latent.device:
-            _need(value.dim() == 0, f"{field.name} is on {value.device}, the query on {args.q_latent.device}")
+            scalar = value.dim() == 0 and value.device.type == "cpu"
+            _need(scalar, f"{field.name} is on {value.device}, the query on {args.q_latent.device}; move it there")
     return args
 
 
@@ -119,6 +121,28 @@ def _check_cache(args: DecodeArguments) -> None:
         paged = latent.shape[0] > 0 and latent.shape[1] > 0
         _need(paged, f"a paged cache has at least one page of at least one token, found {_shape(latent)}")
         _need(fits, f"block_table must be [{batch}, pages] in int32 or int64, found {_shape(table)}")
+        _check_pages(args)
+
+
+def _check_pages(args: DecodeArguments) -> None:
+    """On a CPU, where looking costs no wait: every entry that is used is a page. Elsewhere the caller answers for it.
+
+    Not looked at while a graph is traced: what is checked there has no values.
+    """
+    table, (pages, page) = args.block_table, args.latent.shape[:2]
+    if table is None or table.device.type != "cpu" or being_traced():
+        return
+    lens = args.kv_lens
+    if lens is None:
+        used = torch.ones_like(table, dtype=torch.bool)
+    elif lens.device.type == "cpu" and lens.shape == table.shape[:1]:
+        used = torch.arange(table.shape[1]) * page < lens[:, None]
+    else:
+        return
+    wrong = used & ((table < 0) | (table >= pages))
+    if bool(wrong.any()):
+        b, entry = (int(i) for i in wrong.nonzero()[0])
+        _need(False, f"block_table[{b}, {entry}] is {int(table[b, entry])}, and the cache has pages 0 to {pages - 1}")
 
 
 def _check_scale(args: DecodeArguments) -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from mla_convert.errors import UsageError
+from mla_convert.kernels.arguments import FLOATING
+
 
 def merge(
     out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
@@ -17,8 +20,35 @@ def merge(
 
     Returns:
         (out [..., C] in the dtype of ``out_a``, lse [...]); zeros and −inf where both parts are empty.
+
+    Raises:
+        UsageError: shapes, dtypes or devices that do not fit together.
     """
+    _check(out_a, lse_a, out_b, lse_b)
     return merge_parts(torch.stack((out_a, out_b)), torch.stack((lse_a, lse_b)))
+
+
+def _check(out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor) -> None:
+    for name, tensor in (("out_a", out_a), ("lse_a", lse_a), ("out_b", out_b), ("lse_b", lse_b)):
+        if not isinstance(tensor, torch.Tensor):
+            raise UsageError(f"merge: {name} must be a tensor, found {type(tensor).__name__}")
+        if tensor.device != out_a.device:
+            raise UsageError(f"merge: {name} is on {tensor.device}, out_a on {out_a.device}; move it there")
+    if out_a.dtype not in FLOATING or out_a.dim() == 0 or (out_b.shape, out_b.dtype) != (out_a.shape, out_a.dtype):
+        raise UsageError(
+            f"merge: out_a and out_b must be [..., C] of one shape in one floating dtype, found {_found(out_a)} and "
+            f"{_found(out_b)}"
+        )
+    for name, lse in (("lse_a", lse_a), ("lse_b", lse_b)):
+        if lse.shape != out_a.shape[:-1] or lse.dtype not in (torch.float32, torch.float64):
+            raise UsageError(
+                f"merge: {name} must be {list(out_a.shape[:-1])} in float32 (or float64), found {_found(lse)}: fewer "
+                "bits lose the weights of the parts"
+            )
+
+
+def _found(tensor: torch.Tensor) -> str:
+    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
 
 
 def merge_parts(outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

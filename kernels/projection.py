@@ -11,13 +11,13 @@ import dataclasses
 import functools
 import importlib.util
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mla_convert.errors import UsageError
+from mla_convert.kernels.device import on_device
 from mla_convert.kernels.packed import PackedWeight, dequantize, found
 
 BACKENDS = ("auto", "torch", "triton")
@@ -197,16 +197,11 @@ def _triton_project(name: str, x: Tensor, weight: Weight, stored_rows: int, colu
     constants = constants_of(_architecture(x.device), x, weight, stored_rows, columns, over_rows)
     grid = (kept_tiles(constants), heads, _ceil_div(batch * q_len, constants["BM"]))
     codes, scales, strides = _operands(weight, stored_rows)
-    with _on_device(x.device):
+    with on_device(x.device):
         projection_kernel.project_heads[grid](
             x, codes, scales, out, batch * q_len, q_len, *x.stride(), *strides, *out.stride()[1:3], **constants
         )
     return out
-
-
-def _on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Triton launches on the current GPU, which in a model spread over several need not be the tensors'."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _operands(weight: Weight, stored_rows: int) -> tuple[Tensor, Tensor, tuple[int, ...]]:

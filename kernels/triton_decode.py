@@ -11,6 +11,7 @@ import triton
 from mla_convert.errors import UsageError
 from mla_convert.kernels.arguments import DecodeArguments
 from mla_convert.kernels.decode_kernel import join_kernel, part_kernel
+from mla_convert.kernels.device import on_device
 from mla_convert.kernels.tiles import INTERPRETED, Tile, choose_tile, nearest_arch, padded, piece_width
 
 _LOG2E = 1.4426950408889634
@@ -27,7 +28,8 @@ def decode(args: DecodeArguments) -> tuple[torch.Tensor, torch.Tensor]:
     if args.q_latent.numel() == 0:
         lse = torch.full(args.q_latent.shape[:3], -torch.inf, device=args.q_latent.device)
         return torch.zeros_like(args.q_latent), lse
-    return launch(args, tile_for(args))
+    with on_device(args.q_latent.device):
+        return launch(args, tile_for(args))
 
 
 def tile_for(args: DecodeArguments) -> Tile:

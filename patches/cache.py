@@ -140,7 +140,15 @@ class LatentLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         self._map(lambda rows: rows.index_select(0, beam_idx.to(rows.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each sequence ``repeats`` times."""
+        """Repeat each sequence ``repeats`` times, from one.
+
+        Raises:
+            UsageError: for fewer, which would leave a cache of no sequences.
+        """
+        if repeats < 1:
+            raise UsageError(
+                f"batch_repeat_interleave({repeats}): a sequence is kept once or more; use reset() to empty"
+            )
         self._map(lambda rows: rows.repeat_interleave(repeats, dim=0))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:

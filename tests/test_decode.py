@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 
 import hypothesis
@@ -11,8 +12,9 @@ import torch
 from decode_cases import Case, build
 
 from mla_convert.errors import UsageError
-from mla_convert.kernels import absorbed_decode, flashmla_views, merge, torch_decode
+from mla_convert.kernels import absorbed_decode, flashmla_views, merge, torch_decode, triton_decode
 from mla_convert.kernels.arguments import DecodeArguments
+from mla_convert.kernels.device import on_device
 from mla_convert.kernels.history import decode_latent
 from mla_convert.kernels.reference import absorbed_decode_reference, expanded_attention, visible_positions
 
@@ -337,3 +339,67 @@ def test_permuted_heads_and_sequences_permute_the_result(case: Case, random: obj
     again, lse_again = run(args, **changes)
     torch.testing.assert_close(again, out[:, :, heads], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(lse_again, lse[:, :, heads], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("entry", [-1, 10**6])
+def test_page_numbers_that_are_used_are_pages(entry: int) -> None:
+    """Refused by every backend and the reference on a CPU; entries past a sequence's end are nobody's business."""
+    args = build(Case(layout="paged", page=4, lens=(9, 8)))
+    assert args.block_table is not None and args.kv_lens is not None
+    table = args.block_table.clone()
+    run(args, block_table=table)
+    table[1, 1] = entry
+    for backend in ("torch", "triton"):
+        with pytest.raises(UsageError, match=rf"block_table\[1, 1\] is {entry}, and the cache has pages 0 to"):
+            run(args, block_table=table, backend=backend)
+    with pytest.raises(UsageError, match="block_table"):
+        absorbed_decode_reference(dataclasses.replace(args, block_table=table))
+    table[1, 1] = args.block_table[1, 1]
+    table[1, 2:] = entry
+    out, _ = run(args, block_table=table)
+    assert torch.equal(out, run(args)[0])
+    with pytest.raises(UsageError, match=r"block_table\[0, 3\] is"):
+        run(args, block_table=table, kv_lens=None)
+
+
+MERGED = (torch.zeros(2, 3, 4), torch.zeros(2, 3))
+
+
+@pytest.mark.parametrize(
+    ("position", "given", "words"),
+    [
+        (0, None, "out_a must be a tensor, found NoneType"),
+        (2, torch.zeros(2, 3, 5), r"out_a and out_b must be .* found \[2, 3, 4\] float32 and \[2, 3, 5\] float32"),
+        (2, torch.zeros(1, 3, 4), "of one shape"),
+        (2, torch.zeros(2, 3, 4, dtype=torch.float16), "in one floating dtype"),
+        (1, torch.zeros(2, 3, 1), r"lse_a must be \[2, 3\] in float32"),
+        (3, torch.zeros(3), r"lse_b must be \[2, 3\]"),
+        (3, torch.zeros(2, 3, dtype=torch.bfloat16), r"found \[2, 3\] bfloat16"),
+        (3, torch.zeros(2, 3, device="meta"), "lse_b is on meta, out_a on cpu"),
+    ],
+    ids=str,
+)
+def test_merge_refuses_what_does_not_fit(position: int, given: torch.Tensor, words: str) -> None:
+    arguments: list[torch.Tensor] = [*MERGED, *MERGED]
+    arguments[position] = given
+    with pytest.raises(UsageError, match=f"merge: .*{words}"):
+        merge(*arguments)
+
+
+def test_a_launch_is_on_the_device_of_the_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where several GPUs are, the current one need not be theirs; other devices are not asked."""
+    entered: list[torch.device] = []
+
+    class Entered(contextlib.nullcontext[None]):
+        def __init__(self, device: torch.device) -> None:
+            super().__init__()
+            entered.append(device)
+
+    monkeypatch.setattr(torch.cuda, "device", Entered)
+    for device in ("cpu", "meta", "cuda:1"):
+        with on_device(torch.device(device)):
+            pass
+    assert entered == [torch.device("cuda:1")]
+    monkeypatch.setattr(triton_decode, "on_device", lambda device: entered.append(device) or contextlib.nullcontext())
+    run(build(Case()), backend="triton")
+    assert entered[1:] == [torch.device("cpu")]

@@ -213,3 +213,12 @@ def test_refuses_to_crop_below_zero() -> None:
         layer.crop(2)
     layer.crop(-3)
     assert layer.get_seq_length() == 0
+
+
+def test_no_sequence_is_repeated_away() -> None:
+    cache = mla_convert.LatentCache()
+    cache.update(torch.zeros(2, 1, 3, 4), torch.zeros(2, 1, 3, 2), 0)
+    for repeats in (0, -1):
+        with pytest.raises(UsageError, match=rf"batch_repeat_interleave\({repeats}\)"):
+            cache.batch_repeat_interleave(repeats)
+    assert cache.get_seq_length() == 3
