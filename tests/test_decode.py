@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 
 import hypothesis
@@ -12,9 +11,8 @@ import torch
 from decode_cases import Case, build
 
 from mla_convert.errors import UsageError
-from mla_convert.kernels import absorbed_decode, flashmla_views, merge, torch_decode, triton_decode
+from mla_convert.kernels import absorbed_decode, flashmla_views, merge, torch_decode
 from mla_convert.kernels.arguments import DecodeArguments
-from mla_convert.kernels.device import on_device
 from mla_convert.kernels.history import decode_latent
 from mla_convert.kernels.reference import absorbed_decode_reference, expanded_attention, visible_positions
 
@@ -384,22 +382,3 @@ def test_merge_refuses_what_does_not_fit(position: int, given: torch.Tensor, wor
     arguments[position] = given
     with pytest.raises(UsageError, match=f"merge: .*{words}"):
         merge(*arguments)
-
-
-def test_a_launch_is_on_the_device_of_the_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where several GPUs are, the current one need not be theirs; other devices are not asked."""
-    entered: list[torch.device] = []
-
-    class Entered(contextlib.nullcontext[None]):
-        def __init__(self, device: torch.device) -> None:
-            super().__init__()
-            entered.append(device)
-
-    monkeypatch.setattr(torch.cuda, "device", Entered)
-    for device in ("cpu", "meta", "cuda:1"):
-        with on_device(torch.device(device)):
-            pass
-    assert entered == [torch.device("cuda:1")]
-    monkeypatch.setattr(triton_decode, "on_device", lambda device: entered.append(device) or contextlib.nullcontext())
-    run(build(Case()), backend="triton")
-    assert entered[1:] == [torch.device("cpu")]

@@ -5,6 +5,7 @@ bfloat16 is left to machines with a GPU: the interpreter multiplies its bit patt
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 
@@ -22,6 +23,7 @@ import mla_convert
 from mla_convert.errors import UsageError
 from mla_convert.kernels import dispatch, merge, triton_decode
 from mla_convert.kernels.arguments import DecodeArguments, check
+from mla_convert.kernels.device import on_device
 from mla_convert.kernels.tiles import Tile
 
 SMALL = Tile(16, 16, 1, 1, split_tokens=32)
@@ -338,3 +340,22 @@ def test_every_fp8_code_as_pytorch_reads_it(kind: torch.dtype) -> None:
     query = torch.zeros(1, 1, 1, 256)
     args = DecodeArguments(query, query[..., :0], codes.view(1, 1, 256), query[0, :, :, :0], 1.0, latent_scale=1.0)
     assert torch.equal(launched(args)[0].flatten(), codes.float())
+
+
+def test_a_launch_is_on_the_device_of_the_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where several GPUs are, the current one need not be theirs; other devices are not asked."""
+    entered: list[torch.device] = []
+
+    class Entered(contextlib.nullcontext[None]):
+        def __init__(self, device: torch.device) -> None:
+            super().__init__()
+            entered.append(device)
+
+    monkeypatch.setattr(torch.cuda, "device", Entered)
+    for device in ("cpu", "meta", "cuda:1"):
+        with on_device(torch.device(device)):
+            pass
+    assert entered == [torch.device("cuda:1")]
+    monkeypatch.setattr(triton_decode, "on_device", lambda device: entered.append(device) or contextlib.nullcontext())
+    triton_decode.decode(build(Case(latent=16, rope=0, heads=1, batch=1, lens=(3,))))
+    assert entered[1:] == [torch.device("cpu")]
