@@ -2,5 +2,6 @@
 
 from mla_convert.patches.apply import PatchDescription, PatchHandle, patch, patched, unpatch
 from mla_convert.patches.cache import LatentCache
+from mla_convert.patches.parallel import tp_plan
 
-__all__ = ["LatentCache", "PatchDescription", "PatchHandle", "patch", "patched", "unpatch"]
+__all__ = ["LatentCache", "PatchDescription", "PatchHandle", "patch", "patched", "tp_plan", "unpatch"]

@@ -38,7 +38,7 @@ _KNOWN_ORIGINALS = ("eager", "sdpa", "flex_attention", "flash_attention_2", "fla
 PREFIX = "mla_latent_over_"
 #: Keywords that models pass on and that do not change attention.
 HARMLESS = frozenset(
-    "cache_position dropout input_ids inputs_embeds labels layer_idx logits_to_keep num_items_in_batch "
+    "cache_position dropout input_ids inputs_embeds kwargs labels layer_idx logits_to_keep num_items_in_batch "
     "output_attentions output_hidden_states output_router_logits position_embeddings position_ids return_dict "
     "token_type_ids use_cache".split()
 )

@@ -29,6 +29,11 @@ def module_geometry(module: Owner) -> MLAGeometry:
     """Dimensions of an attention module, from the module itself; the number of heads from its local weight."""
     n, v = int(module.qk_nope_head_dim), int(module.v_head_dim)
     rows, _ = shape_of("kv_b_proj", module.kv_b_proj)
+    if rows % (n + v):
+        raise PatchError(
+            f"kv_b_proj has {rows} rows here, which are not whole heads of {n} + {v}: shard the model over a number of "
+            "processes that divides its heads"
+        )
     # q_gate_proj reads the query latent twice, normed and not.
     times = {"q_proj": 0, "q_b_proj": 1, "q_gate_proj": 2}[query_name(module)]
     return MLAGeometry(
