@@ -21,18 +21,9 @@ from typing import Any
 
 from machine_code import read_loops
 
-#: Shared memory that one program may use, in bytes.
-SHARED_LIMITS = {
-    "sm_80": 166_912,
-    "sm_86": 101_376,
-    "sm_89": 101_376,
-    "sm_90": 232_448,
-    "sm_100": 232_448,
-    "sm_120": 101_376,
-    "gfx942": 65_536,
-    "gfx950": 163_840,
-}
-TARGETS = tuple(SHARED_LIMITS)
+from mla_convert.kernels.tiles import SHARED_LIMIT
+
+TARGETS = tuple(SHARED_LIMIT)
 _MATRIX = re.compile(r"\b(HGMMA|UTC[A-Z]*MMA|HMMA|v_mfma_[a-z0-9_]+)")
 _NARROW_LOAD = re.compile(r"LDG\S*\.[US](?:8|16)\b|(?:global|buffer)_load_[us]?(?:byte|short)")
 _WIDE_LOAD = re.compile(r"LDG\S*\.128|LDGSTS\S*\.128|(?:global|buffer)_load_dwordx4")

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mla_convert.kernels import projection
 from mla_convert.kernels.packed import KINDS, PackedWeight
+from mla_convert.kernels.tiles import SHARED_LIMIT
 
 #: The prefix of the matrix instruction that each target must use at 16 bits.
 MATRIX = {"sm_90": "HGMMA", "sm_100": "UTC", "gfx942": "v_mfma", "gfx950": "v_mfma"}
@@ -54,7 +55,7 @@ def request(
 
 
 def check_compiled(asked: aot.Request, built: aot.Compiled) -> None:
-    assert built.shared <= aot.SHARED_LIMITS[asked.target], (asked, built)
+    assert built.shared <= SHARED_LIMIT[asked.target], (asked, built)
     # A register or two may be put aside before the loop and taken back behind it.
     assert built.tensor_memory <= 512 and built.spills <= 16 and built.loop_spills == 0, (asked, built)
     assert not built.narrow_loads, (asked, built)
