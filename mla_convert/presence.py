@@ -112,7 +112,7 @@ def look(file: pathlib.Path) -> Seen | None:
         found = json.loads(file.read_bytes())
         process = Process(**{field.name: found.pop(field.name) for field in dataclasses.fields(Process)})
         nonce = found.pop("nonce")
-    except (FileNotFoundError, ValueError, KeyError, AttributeError):
+    except (FileNotFoundError, ValueError, KeyError, AttributeError, TypeError):
         return None
     return Seen(process, nonce, found, _alive(process, file))
 

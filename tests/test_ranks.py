@@ -1,0 +1,235 @@
+"""Several processes on one conversion: the same bytes as one, and a rank that dies leaves what the next call finishes.
+
+Ranks are threads here, which meet through the folder as processes do; the slow tests start real launches.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from snapshots import snapshot
+from variants import attention_weights, config_v3, write_checkpoint
+
+from mla_convert import presence, ranks, remains, sidecar
+from mla_convert.conversion import convert
+from mla_convert.conversion_report import ConversionReport
+from mla_convert.errors import MLAConvertError, OutputError, UsageError
+from mla_convert.ranks import World, share_out, world_of
+from mla_convert.storage import AbsorbedCheckpoint
+
+LAYERS = 6
+#: Two layers in each of three shards.
+JOB: dict[str, Any] = {"form": "factored", "max_shard_bytes": 2 * 2 * (8 + 6) * 12 * 4}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    config = config_v3(num_hidden_layers=LAYERS, first_k_dense_replace=LAYERS)
+    tensors = {name: t for layer in range(LAYERS) for name, t in attention_weights(config, layer).items()}
+    return write_checkpoint(tmp_path_factory.mktemp("ranks") / "source", config, tensors)
+
+
+@pytest.fixture(scope="module")
+def whole(source: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    out = tmp_path_factory.mktemp("whole") / "out"
+    convert(source, out, **JOB)
+    assert len(list(out.glob("*.safetensors"))) == 3
+    return snapshot(out)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "PAUSE", 0.005)
+
+
+def launch(
+    source: pathlib.Path, out: pathlib.Path, size: int, *, options: dict[int, dict[str, Any]] | None = None
+) -> list[ConversionReport | BaseException]:
+    """What becomes of each rank of a launch."""
+
+    def rank(number: int) -> ConversionReport:
+        world = World(number, size, 1, launch="this")
+        given = (options or {}).get(number, {})
+        return convert(source, out, **(JOB | {"workers": 1, "world": world} | given))
+
+    with concurrent.futures.ThreadPoolExecutor(size) as pool:
+        futures = [pool.submit(rank, number) for number in range(size)]
+    return [future.exception() or future.result() for future in futures]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_the_bytes_are_those_of_one_process(
+    source: pathlib.Path, tmp_path: pathlib.Path, whole: dict[str, bytes], size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[int] = []
+    original = sidecar.read_operands
+
+    def noted(checkpoint, layer, device):  # type: ignore[no-untyped-def]
+        made.append(layer.spec.index)
+        return original(checkpoint, layer, device)
+
+    monkeypatch.setattr(sidecar, "read_operands", noted)
+    reports = launch(source, tmp_path / "out", size)
+    assert snapshot(tmp_path / "out") == whole
+    assert sorted(made) == list(range(LAYERS))  # each layer by one rank
+    for report in reports:
+        assert isinstance(report, ConversionReport), report
+        assert (report.layers, report.largest_error) == (LAYERS, 0.0)
+
+
+def test_a_rank_that_dies_leaves_what_the_next_call_finishes(
+    source: pathlib.Path, tmp_path: pathlib.Path, whole: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = sidecar.read_operands
+
+    def deadly(checkpoint, layer, device):  # type: ignore[no-untyped-def]
+        if layer.spec.index == 3:
+            raise SystemExit(9)
+        return original(checkpoint, layer, device)
+
+    out = tmp_path / "out"
+    with monkeypatch.context() as patch:
+        patch.setattr(sidecar, "read_operands", deadly)
+        lead, *others = launch(source, out, 3)
+    assert isinstance(lead, OutputError) and "ended before its work was done; what is done is kept in" in str(lead)
+    assert sorted(type(other).__name__ for other in others) == ["OutputError", "SystemExit"]
+    assert [name for name in snapshot(out) if not name.startswith(remains.INCOMPLETE)] == []
+    report = convert(source, out, **JOB)
+    assert any("5 of 6 layers were done before" in note or "4 of 6 layers" in note for note in report.notes)
+    assert snapshot(out) == whole
+
+
+def test_another_number_of_ranks_finishes_it(
+    source: pathlib.Path, tmp_path: pathlib.Path, whole: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = sidecar.read_operands
+
+    def deadly(checkpoint, layer, device):  # type: ignore[no-untyped-def]
+        if layer.spec.index == 5:
+            raise SystemExit(9)
+        return original(checkpoint, layer, device)
+
+    out = tmp_path / "out"
+    with monkeypatch.context() as patch:
+        patch.setattr(sidecar, "read_operands", deadly)
+        launch(source, out, 3)
+    launch(source, out, 2)
+    assert snapshot(out) == whole
+
+
+def test_what_an_earlier_launch_left_is_no_word_of_this_one(
+    source: pathlib.Path, tmp_path: pathlib.Path, whole: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lock and an answer of processes that are gone, of a launch of the same name."""
+    out = tmp_path / "out"
+    (out / remains.INCOMPLETE).mkdir(parents=True)
+    with monkeypatch.context() as patch:
+        gone = presence.Process(presence.this_process().host, "an earlier boot", 1, "1")
+        patch.setattr(presence, "this_process", lambda: gone)
+        patch.setattr(presence.Presence, "_beat", lambda self: None)
+        lock = presence.Presence(out / remains.INCOMPLETE / remains.LOCK, launch="this")
+        rank = presence.Presence(out / remains.INCOMPLETE / remains.RANK.format(1), answers=lock.nonce)
+        lock.say(plan="another", ranks={"1": rank.nonce}, shares={"0": 0, "1": 1, "2": 1})
+    launch(source, out, 2)
+    assert snapshot(out) == whole
+
+
+def test_ranks_that_do_not_come(source: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "PATIENCE", 0.05)
+    for rank, message in ((0, r"of 3 ranks, \[1, 2\] did not come"), (2, "rank 2 waited for rank 0")):
+        with pytest.raises(UsageError, match=message):
+            convert(source, tmp_path / "out", world=World(rank, 3, launch="this"))
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_ranks_that_do_not_agree(source: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "PATIENCE", 0.5)
+    lead, other = launch(source, tmp_path / "out", 2, options={1: {"dtype": "float16"}})
+    assert isinstance(lead, UsageError) and isinstance(other, UsageError)
+    assert "rank 1 has other options, or another source, than rank 0" in str(other)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_error_of_the_lead_ends_the_others(
+    source: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = sidecar.read_operands
+
+    def damaged(checkpoint, layer, device):  # type: ignore[no-untyped-def]
+        if layer.spec.index in (0, 1):  # the first shard is the lead's
+            time.sleep(0.1)
+            raise UsageError("damaged on purpose")
+        return original(checkpoint, layer, device)
+
+    monkeypatch.setattr(sidecar, "read_operands", damaged)
+    lead, other = launch(source, tmp_path / "out", 2)
+    assert isinstance(lead, UsageError) and "on purpose" in str(lead)
+    assert isinstance(other, MLAConvertError)
+    assert not (tmp_path / "out").exists() or snapshot(tmp_path / "out") == {}
+
+
+def test_shares() -> None:
+    groups = [(0,), (1, 2), (3,), (4,)]
+    sizes = {0: 5, 1: 4, 2: 4, 3: 1, 4: 0}
+    assert share_out(sizes, groups, 1) == dict.fromkeys(range(5), 0)
+    assert share_out(sizes, groups, 2) == {1: 0, 2: 0, 0: 1, 3: 1, 4: 1}
+    assert share_out(sizes, groups, 9)[4] in range(9)
+
+
+def test_the_world_comes_from_the_environment() -> None:
+    assert world_of({}) == world_of({"RANK": "1"}) == World()
+    launched = {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "7"}
+    assert world_of(launched) == World(2, 4, 2, "/a/7")
+    host = presence.this_process().host
+    assert world_of(launched | {"MASTER_ADDR": "127.0.0.1"}).launch == f"/{host}/7"
+    for bad in ({"RANK": "x"}, {"RANK": "4"}, {"RANK": "-1"}, {"LOCAL_WORLD_SIZE": "0"}):
+        with pytest.raises(UsageError, match="let torchrun set them"):
+            world_of(launched | bad)
+
+
+@contextlib.contextmanager
+def free_environment() -> Iterator[dict[str, str]]:
+    """The environment without what a launch would set, and one thread each."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    yield {key: value for key, value in os.environ.items() if key not in names} | {"OMP_NUM_THREADS": "1"}
+
+
+LAUNCHERS = {
+    "torchrun": "torch.distributed.run --standalone --nproc_per_node=2",
+    "accelerate": "accelerate.commands.launch --cpu --num_processes=2 --num_machines=1 --mixed_precision=no "
+    "--dynamo_backend=no --main_process_port=0",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_real_launches(source: pathlib.Path, tmp_path: pathlib.Path, whole: dict[str, bytes], launcher: str) -> None:
+    out = tmp_path / "out"
+    command = [
+        sys.executable,
+        "-m",
+        *LAUNCHERS[launcher].split(),
+        "-m",
+        "mla_convert",
+        "convert",
+        str(source),
+        str(out),
+    ]
+    with free_environment() as environment:
+        done = subprocess.run([*command, "--json", "-"], cwd="/", env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["layers"] == LAYERS  # one report, of rank 0
+    one = tmp_path / "one"
+    convert(source, one)
+    assert snapshot(out) == snapshot(one)
+    AbsorbedCheckpoint.open(out)
