@@ -50,6 +50,24 @@ class Form(enum.StrEnum):
     fused = "fused"
 
 
+class Target(enum.StrEnum):
+    """What convert writes."""
+
+    sidecar = "sidecar"
+    standalone = "standalone"
+    hf = "hf"
+    native = "native"
+
+
+class Link(enum.StrEnum):
+    """How files of the source are taken over."""
+
+    auto = "auto"
+    hard = "hard"
+    reflink = "reflink"
+    copy = "copy"
+
+
 class Dtype(enum.StrEnum):
     """What absorbed weights are stored in."""
 
@@ -135,6 +153,13 @@ def convert(
             metavar="N|row", help="int4: 32 (default), 64 or 128 columns; fp8: 128 (blocks of 128x128, default) or row."
         ),
     ] = None,
+    target: Annotated[
+        Target, typer.Option(help="Absorbed weights alone, a whole model with them inside, or the same values anew.")
+    ] = Target.sidecar,
+    parts: Annotated[int | None, typer.Option(metavar="N", help="Parts of --target native; by default one.")] = None,
+    link: Annotated[
+        Link, typer.Option(help="How --target standalone takes the source's weights; auto copies where it must.")
+    ] = Link.auto,
     workers: Annotated[
         int | None,
         typer.Option(metavar="N", help="Threads of the pass; by default one for each core."),
@@ -155,10 +180,11 @@ def convert(
     from mla_convert.conversion import convert as run
 
     forms = {"form": form, "qk": qk, "vo": vo}
+    targets = {"target": target, "parts": parts, "link": link}
     codes = {"quantize": quantize, "qk_bits": qk_bits, "vo_bits": vo_bits, "group_size": group_size}
     options = {"dtype": dtype, "workers": workers, "device": device, "resume": resume, "dry_run": dry_run}
     with output.progress("layers") as progress:
-        report = run(source, out, progress=progress, world=world, **forms, **codes, **options)  # type: ignore[arg-type]
+        report = run(source, out, progress=progress, world=world, **forms, **codes, **targets, **options)  # type: ignore[arg-type]
     if world.leads:
         _show_conversion(output, report)
     output.json(report.to_dict())
@@ -166,9 +192,10 @@ def convert(
 
 def _show_conversion(output: console.Output, report: ConversionReport) -> None:
     """The summary of a conversion: both sides with both figures, then sizes, time and error."""
-    sides = [("key side", report.qk), ("value side", report.vo)]
+    sides = [(name, side) for name, side in (("key side", report.qk), ("value side", report.vo)) if side is not None]
     rows = [[name, side.form, f"{side.factored:,}", f"{side.fused:,}"] for name, side in sides]
-    output.table("Numbers read per decode step", ["", "stored as", "if factored", "if fused"], rows)
+    if rows:
+        output.table("Numbers read per decode step", ["", "stored as", "if factored", "if fused"], rows)
     facts = {
         "layers": f"{report.layers}",
         "read": format_bytes(report.bytes_in),

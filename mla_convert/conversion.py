@@ -5,33 +5,26 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from mla_convert.checkpoint import Checkpoint
 from mla_convert.conversion_report import ConversionReport, make_report
-from mla_convert.destination import CARD, INDEX, MANIFEST, check_space, destination
+from mla_convert.destination import FOLDER, MANIFEST, check_space
 from mla_convert.errors import UsageError
-from mla_convert.manifest import Manifest, StoredLayer
+from mla_convert.manifest import Manifest
 from mla_convert.manifest_reading import read_manifest
-from mla_convert.model_card import model_card
+from mla_convert.order import Order, order_layout, order_sidecar, order_standalone
 from mla_convert.paths import path_of
+from mla_convert.placing import check_link, place
 from mla_convert.ranks import World
-from mla_convert.recipe import (
-    PlannedLayer,
-    check_options,
-    parse_device,
-    parse_dtype,
-    parse_forms,
-    plan_layers,
-)
+from mla_convert.recipe import check_options, parse_device, parse_dtype, parse_forms, plan_layers, refuse_recipe
 from mla_convert.remains import reusable
 from mla_convert.run import Run
 from mla_convert.schemes import parse_schemes
-from mla_convert.sidecar import index_text, make_manifest, sidecar_job
-from mla_convert.watch import Watch
+from mla_convert.sidecar import make_manifest
 from mla_convert.work import default_workers
-from mla_convert.writing import MAX_SHARD_BYTES
 
 _SPARE_BYTES = 1 << 20  # manifest, index, card and journal, beside the tensors
 
@@ -50,12 +43,14 @@ def convert(
     group_size: int | str | None = None,
     calibrate: None = None,
     target: str = "sidecar",
+    parts: int | None = None,
+    link: str = "auto",
     workers: int | None = None,
     resume: bool = True,
     device: str | torch.device = "cpu",
     progress: Callable[[int, int], None] | None = None,
     dry_run: bool = False,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
+    max_shard_bytes: int | None = None,
     world: World | None = None,
 ) -> ConversionReport:
     """Precompute the absorbed weights of a checkpoint and store them beside it, or in a folder of their own.
@@ -67,6 +62,11 @@ def convert(
     ``quantize`` codes both sides, in ``int8`` (a scale per row), ``fp8`` or ``int4``; ``qk_bits`` and ``vo_bits`` (4, 8
     or 16, which leaves it plain) override it for one side; ``group_size`` is 32, 64 or 128 columns for int4, and for
     fp8 128 (blocks of 128×128) or ``row``.
+
+    ``target`` is what is written: ``sidecar``, the absorbed weights alone; ``standalone``, a whole folder that
+    ``from_pretrained`` loads as it is, with the absorbed weights inside and the source's files linked or copied
+    (``link``: ``auto``, ``hard``, ``reflink`` or ``copy``); or the same values in another layout, Hugging Face's shards
+    (``hf``) or the ``parts`` of DeepSeek's own code (``native``).
 
     ``device`` is where products are formed, by ``workers`` threads (by default one for each core, up to 16).
     ``progress`` is called with the layers done and their number. With ``dry_run`` everything is checked and planned,
@@ -83,42 +83,48 @@ def convert(
     if calibrate is not None:
         raise UsageError(f"calibrate={calibrate!r}: this version rounds to the nearest code; leave it out")
     qk_scheme, vo_scheme = parse_schemes(quantize, qk_bits, vo_bits, group_size)
-    check_options(target, workers, max_shard_bytes)
+    check_options(target, parts, workers, max_shard_bytes)
+    if target in ("hf", "native"):
+        refuse_recipe(target, form=form, qk=qk, vo=vo, dtype=dtype, quantize=quantize, qk_bits=qk_bits, vo_bits=vo_bits)
     wanted = parse_forms(form, qk, vo)
     stored_dtype, where = parse_dtype(dtype), parse_device(device)
     checkpoint = source if isinstance(source, Checkpoint) else Checkpoint.open(source)
-    planned = plan_layers(checkpoint, wanted, stored_dtype, {"qk": qk_scheme, "vo": vo_scheme})
-    watch = Watch(checkpoint, [name for layer in planned for name in layer.sources])
-    job = sidecar_job(checkpoint, planned, watch, device=where, max_shard_bytes=max_shard_bytes)
-    goal = destination(checkpoint.path, path_of(out, "OUT"), dry_run=dry_run)
-    check_space(goal.folder, job.bytes_out + _SPARE_BYTES - reusable(goal.folder))
-    run = Run(goal, job, resume=resume, world=world)
-    stored: Sequence[StoredLayer] | None = None
-    files: tuple[str, ...] = ()
+    folder = path_of(out, "OUT")
+    if target in ("hf", "native"):
+        order = order_layout(checkpoint, target, folder, parts=parts, max_shard_bytes=max_shard_bytes, dry_run=dry_run)
+    else:
+        planned = plan_layers(checkpoint, wanted, stored_dtype, {"qk": qk_scheme, "vo": vo_scheme})
+        common: dict[str, Any] = {"device": where, "max_shard_bytes": max_shard_bytes, "dry_run": dry_run}
+        if target == "standalone":
+            order = order_standalone(checkpoint, planned, folder, link=check_link(link), **common)
+        else:
+            order = order_sidecar(checkpoint, planned, folder, **common)
+    check_space(order.goal.folder, order.space + _SPARE_BYTES - reusable(order.goal.folder))
+    run = Run(order.goal, order.job, resume=resume, world=world)
+    manifest: Manifest | None = None
+    files: Sequence[str] = ()
     if not dry_run:
         with run:
             run.work(workers or default_workers(run.world.local_size), progress)
-            manifest, files = _finish(run, checkpoint, planned, watch)
-        stored = manifest.layers
-    return make_report(checkpoint, planned, goal.folder, stored, files, run.notes, time.perf_counter() - started)
+            manifest, files = _finish(run, order)
+    seconds = time.perf_counter() - started
+    return make_report(order, manifest, files, notes=run.notes, seconds=seconds, dry_run=dry_run)
 
 
-def _finish(
-    run: Run, checkpoint: Checkpoint, planned: Sequence[PlannedLayer], watch: Watch
-) -> tuple[Manifest, tuple[str, ...]]:
+def _finish(run: Run, order: Order) -> tuple[Manifest | None, list[str]]:
     """Put the parts of all ranks together, or wait until the lead has; returns the manifest and the files' names."""
-    folder = run.goal.folder
     if not run.world.leads:
         run.wait()
-        file = folder / MANIFEST
-        return read_manifest(file.read_bytes(), where=str(file)), ()
-    manifest = make_manifest(checkpoint, planned, run.gather())
-    watch.check(name for layer in planned for name in layer.sources)
-    texts = {
-        INDEX: index_text(run.job.files),
-        CARD: model_card(manifest, checkpoint.raw_config),
-        MANIFEST: manifest.to_json(),
-    }
-    if (folder / CARD).exists():
-        del texts[CARD]
-    return manifest, tuple(run.commit(texts))
+        return _written_manifest(order), []
+    remembered = run.gather()
+    order.watch.check_all()
+    manifest = make_manifest(order.checkpoint, order.planned, remembered) if order.planned else None
+    others = [*place(order.goal, order.linked, order.link), *place(order.goal, order.copied, "copy")]
+    return manifest, run.commit(order.texts(manifest), others)
+
+
+def _written_manifest(order: Order) -> Manifest | None:
+    if not order.planned:
+        return None
+    file = order.goal.folder / (f"{FOLDER}/{MANIFEST}" if order.goal.whole else MANIFEST)
+    return read_manifest(file.read_bytes(), where=str(file))

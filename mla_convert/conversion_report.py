@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import pathlib
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 from mla_convert.absorption import Form, SideReads, reads
-from mla_convert.checkpoint import Checkpoint
-from mla_convert.destination import CARD, free_space
+from mla_convert.destination import free_space
 from mla_convert.formats import plain
-from mla_convert.manifest import StoredLayer, StoredTensor, quantization_of
-from mla_convert.recipe import PlannedLayer
+from mla_convert.manifest import Manifest, StoredTensor, quantization_of
+from mla_convert.order import Order
+from mla_convert.sidecar import dtype_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +54,8 @@ class TensorReport:
 class ConversionReport:
     """What a conversion did, or would do when ``dry_run``.
 
-    ``out`` is the folder that the files are in. ``bytes_in`` counts the source tensors as stored, ``bytes_out`` the
+    ``out`` is the folder that the files are in, ``target`` what they are. ``qk`` and ``vo`` are None where nothing was
+    absorbed, only laid out anew. ``bytes_in`` counts the source tensors as stored, ``bytes_out`` the
     data of the stored ones, and ``bytes_free`` what the disk of ``out`` has left. ``largest_error`` is the largest
     rounding error of any tensor, relative to its largest magnitude, and ``largest_error_tensor`` that tensor's name; 0
     and None where every tensor is an exact slice, and None and None for a dry run. ``quantization`` is in
@@ -64,10 +64,11 @@ class ConversionReport:
 
     source: str
     out: str
+    target: str
     layers: int
     dtype: str
-    qk: SideReport
-    vo: SideReport
+    qk: SideReport | None
+    vo: SideReport | None
     bytes_in: int
     bytes_out: int
     bytes_free: int
@@ -91,34 +92,36 @@ class ConversionReport:
 
 
 def make_report(
-    checkpoint: Checkpoint,
-    planned: Sequence[PlannedLayer],
-    folder: pathlib.Path,
-    stored: Sequence[StoredLayer] | None,
-    files: tuple[str, ...],
+    order: Order,
+    manifest: Manifest | None,
+    files: Sequence[str],
+    *,
     notes: Iterable[str],
     seconds: float,
+    dry_run: bool,
 ) -> ConversionReport:
-    """The report of a conversion of ``planned`` into ``folder``; ``stored`` is None for a dry run."""
+    """The report of ``order``; ``manifest`` is of the absorbed weights that were stored, None where none were."""
+    planned, checkpoint = order.planned, order.checkpoint
     tensors = [tensor for layer in planned for tensor in layer.tensors.values()]
-    done = [tensor for layer in stored or () for tensor in layer.tensors.values()]
+    done = [] if manifest is None else list(manifest.tensors.values())
     worst = max(done, key=lambda tensor: tensor.largest_error, default=None)
     return ConversionReport(
         source=str(checkpoint.path),
-        out=str(folder),
-        layers=len(planned),
-        dtype=dtype_of(tensors),
+        out=str(order.goal.folder),
+        target=order.target,
+        layers=len(planned) or len(checkpoint.layers),
+        dtype=dtype_of(tensors) if tensors else plain(checkpoint.source_dtype(checkpoint.layers[0].kv_b)),
         qk=_side([layer.forms.qk for layer in planned], [reads(layer.spec.geometry).qk for layer in planned]),
         vo=_side([layer.forms.vo for layer in planned], [reads(layer.spec.geometry).vo for layer in planned]),
-        bytes_in=sum(checkpoint.stored_bytes(name) for layer in planned for name in layer.sources),
-        bytes_out=sum(tensor.nbytes for tensor in tensors),
-        bytes_free=free_space(folder),
+        bytes_in=order.bytes_in,
+        bytes_out=order.bytes_out,
+        bytes_free=free_space(order.goal.folder),
         seconds=seconds,
         largest_error=worst.largest_error if worst else None,
         largest_error_tensor=worst.name if worst and worst.largest_error else None,
-        files=files,
-        notes=(*_notes(checkpoint, planned, folder, stored, files), *notes),
-        dry_run=stored is None,
+        files=tuple(files),
+        notes=(*_notes(order, manifest), *order.notes, *notes),
+        dry_run=dry_run,
         quantization=quantization_of(tensors),
         tensors=tuple(_tensor(tensor) for tensor in done if tensor.scheme is not None),
     )
@@ -137,39 +140,31 @@ def _tensor(tensor: StoredTensor) -> TensorReport:
     )
 
 
-def _notes(
-    checkpoint: Checkpoint,
-    planned: Sequence[PlannedLayer],
-    folder: pathlib.Path,
-    stored: Sequence[StoredLayer] | None,
-    files: tuple[str, ...],
-) -> Iterable[str]:
+def _notes(order: Order, manifest: Manifest | None) -> Iterable[str]:
+    if not order.planned:
+        return
+    checkpoint = order.checkpoint
     if checkpoint.extra_layers:
         numbers = ", ".join(str(spec.index) for spec in checkpoint.extra_layers)
         yield f"layer {numbers}, for multi-token prediction, is absorbed too"
-    schemes = (checkpoint.scheme(name) for layer in planned for name in layer.sources)
+    schemes = (checkpoint.scheme(name) for layer in order.planned for name in layer.sources)
     labels = dict.fromkeys(scheme.label for scheme in schemes if scheme is not None)
     if labels:
         yield f"codes of the source ({'; '.join(labels)}) were dequantized in float32 and the result rounded once"
-    sliced = [tensor for layer in stored or () for tensor in layer.tensors.values() if tensor.rounding == "sliced"]
+    tensors = [] if manifest is None else list(manifest.tensors.values())
+    sliced = [tensor for tensor in tensors if tensor.rounding == "sliced"]
     if sliced:
         yield (
             f"the FP8 blocks of the source line up with the slices of kv_b_proj: the codes and scales of {len(sliced)} "
             "tensors are the source's own, without loss"
         )
-    if stored is not None and CARD not in files:
-        yield f"{folder} already has a {CARD}; it was left as it is, and no model card was written"
 
 
-def _side(forms: Sequence[Form], figures: Sequence[SideReads]) -> SideReport:
+def _side(forms: Sequence[Form], figures: Sequence[SideReads]) -> SideReport | None:
+    if not forms:
+        return None
     return SideReport(
         form=forms[0] if len(set(forms)) == 1 else "mixed",
         factored=sum(figure.factored for figure in figures),
         fused=sum(figure.fused for figure in figures),
     )
-
-
-def dtype_of(tensors: Iterable[StoredTensor]) -> str:
-    """The dtype of all ``tensors``, or ``mixed``."""
-    names = sorted({plain(tensor.dtype) for tensor in tensors})
-    return names[0] if len(names) == 1 else "mixed"

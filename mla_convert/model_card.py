@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import pathlib
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from huggingface_hub import ModelCard
+from yaml import YAMLError  # type: ignore[import-untyped]  # what the hub's reader of cards raises
+
 from mla_convert.absorption import SideReads
+from mla_convert.checkpoint import Checkpoint
+from mla_convert.destination import CARD
 from mla_convert.manifest import Manifest, StoredLayer
 
 _HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
@@ -32,7 +39,32 @@ model = AutoModelForCausalLM.from_pretrained("{original}")
 mla_convert.patch(model, "OUT")  # OUT: this folder
 ```
 
-## What is stored
+"""
+
+_STANDALONE = """---
+{front}library_name: transformers
+tags:
+- mla
+- mla-convert
+---
+
+# {title} with absorbed attention weights
+
+A whole checkpoint, with the values of the original{of}, which `from_pretrained` loads as it is; the subfolder
+`mla_absorbed` holds precomputed weights with which the model decodes in latent space: its multi-head latent attention
+reads the cached latents as they are, instead of expanding the whole history at every step.
+
+```python
+import mla_convert
+
+model = mla_convert.load("OUT")  # OUT: this folder
+```
+
+or, where the model is loaded already, `mla_convert.patch(model, "OUT")`.{source_card}
+
+"""
+
+_RECIPE = """## What is stored
 
 {layers} layers, stored in {dtype}, {coded}. "Numbers read" are the weights of one side that one decode step
 reads, over all layers, in thousands of numbers.
@@ -53,13 +85,24 @@ made from another checkpoint are refused.
 """
 
 
-def model_card(manifest: Manifest, raw_config: Mapping[str, Any]) -> str:
-    """The card's text; ``raw_config`` is the source's config, which may name the model on the hub."""
-    base = _base_model(raw_config)
+def model_card(manifest: Manifest, checkpoint: Checkpoint) -> str:
+    """The card of absorbed weights made from ``checkpoint``."""
+    return _fill(_CARD, manifest, checkpoint)
+
+
+def standalone_card(manifest: Manifest, checkpoint: Checkpoint) -> str:
+    """The card of a whole model with absorbed weights inside."""
+    return _fill(_STANDALONE, manifest, checkpoint)
+
+
+def _fill(card: str, manifest: Manifest, checkpoint: Checkpoint) -> str:
+    base = _base_model(checkpoint.raw_config)
     forms = dict.fromkeys(tensor.form for tensor in manifest.source.tensors.values() if tensor.form is not None)
-    return _CARD.format(
-        front=f"base_model: {base}\n" if base else "",
+    return (card + _RECIPE).format(
+        front=_front(base, checkpoint.path),
         of=f" of {base}" if base else "",
+        title=base or f"A model of type {manifest.source.model_type}",
+        source_card=" The original's own card is `README.source.md`." if (checkpoint.path / CARD).is_file() else "",
         original=base or "SOURCE",
         model_type=manifest.source.model_type,
         layers=len(manifest.layers),
@@ -83,6 +126,26 @@ def _coded(manifest: Manifest) -> str:
         return "not quantized"
     which = ", ".join(f"`{module}` {scheme}" for module, scheme in coded)
     return f"quantized with the names and the packing of compressed-tensors: {which}"
+
+
+def _front(base: str | None, source: pathlib.Path) -> str:
+    """The first lines of the card: the model it goes with, and the licence that the source's own card names."""
+    lines = {"base_model": base} | _licence(source / CARD)
+    return "".join(f"{key}: {_scalar(value)}\n" for key, value in lines.items() if value)
+
+
+def _scalar(value: str) -> str:
+    """A text in YAML: bare where it cannot mean anything else."""
+    return value if re.fullmatch(r"[A-Za-z][\w./-]*", value) else json.dumps(value)
+
+
+def _licence(card: pathlib.Path) -> dict[str, str | None]:
+    try:
+        data: Any = ModelCard(card.read_text("utf-8"), ignore_metadata_errors=True).data
+    except (OSError, ValueError, YAMLError):
+        return {}
+    keys = ("license", "license_name", "license_link")
+    return {key: data.get(key) for key in keys if isinstance(data.get(key), str)}
 
 
 def _base_model(raw_config: Mapping[str, Any]) -> str | None:

@@ -19,7 +19,7 @@ Placement = int | Literal["copies", "one part"]
 PART_FILE = re.compile(r"model(\d+)-mp(\d+)\.safetensors")
 
 # Native module -> (HF module, placement); "#" stands for a layer or expert number.
-_MODULES: dict[str, tuple[str, Placement]] = {
+MODULES: dict[str, tuple[str, Placement]] = {
     "embed": ("model.embed_tokens", 0),
     "norm": ("model.norm", "copies"),
     "head": ("lm_head", 0),
@@ -44,16 +44,16 @@ _MODULES: dict[str, tuple[str, Placement]] = {
     "layers.#.ffn.experts.#.w2": ("model.layers.#.mlp.experts.#.down_proj", "one part"),
     "layers.#.ffn.experts.#.w3": ("model.layers.#.mlp.experts.#.up_proj", "one part"),
 }
-_PARAMETERS = {"weight": "weight", "scale": "weight_scale_inv"}
+PARAMETERS = {"weight": "weight", "scale": "weight_scale_inv"}
 
 
 def hf_name(name: str) -> tuple[str, Placement]:
     """HF name of a native tensor, and how its parts are put together; unknown names raise CheckpointError."""
     module, _, parameter = name.rpartition(".")
     numbers = re.findall(r"(?<=\.)\d+(?=\.)", module)
-    known = _MODULES.get(re.sub(r"(?<=\.)\d+(?=\.)", "#", module))
+    known = MODULES.get(re.sub(r"(?<=\.)\d+(?=\.)", "#", module))
     # The router's only bias has a name of its own in HF form.
-    ours = "e_score_correction_bias" if name.endswith(".ffn.gate.bias") else _PARAMETERS.get(parameter)
+    ours = "e_score_correction_bias" if name.endswith(".ffn.gate.bias") else PARAMETERS.get(parameter)
     if known is None or ours is None:
         raise CheckpointError(
             f"tensor {name!r} is not a name of DeepSeek's native layout as this version knows it (DeepSeek-V2 and -V3 "
@@ -68,7 +68,7 @@ def hf_name(name: str) -> tuple[str, Placement]:
 _MISSING = object()
 
 # Native config key -> (HF key, the native code's own default). Keys without a default must be there.
-_KEYS: dict[str, tuple[str, Any]] = {
+KEYS: dict[str, tuple[str, Any]] = {
     "vocab_size": ("vocab_size", _MISSING),
     "dim": ("hidden_size", _MISSING),
     "inter_dim": ("intermediate_size", _MISSING),
@@ -88,7 +88,7 @@ _KEYS: dict[str, tuple[str, Any]] = {
     "qk_rope_head_dim": ("qk_rope_head_dim", _MISSING),
     "v_head_dim": ("v_head_dim", _MISSING),
 }
-_ROPE = {
+ROPE = {
     "rope_theta": ("rope_theta", 10000.0),
     "rope_factor": ("factor", 40.0),
     "beta_fast": ("beta_fast", 32),
@@ -97,7 +97,7 @@ _ROPE = {
     "original_seq_len": ("original_max_position_embeddings", 4096),
 }
 _OTHERS = {"dtype", "score_func", "scale_fmt", "max_seq_len", "max_batch_size"}
-_SCORES = {"softmax": "deepseek_v2", "sigmoid": "deepseek_v3"}
+SCORES = {"softmax": "deepseek_v2", "sigmoid": "deepseek_v3"}
 # The block size is a constant of DeepSeek's code, not a key of its configs.
 _NATIVE_BLOCK = [128, 128]
 
@@ -116,10 +116,10 @@ def hf_config(raw: Mapping[str, Any]) -> dict[str, Any]:
     layout has neither special tokens (none are set) nor a multi-token-prediction layer.
     """
     _check_keys(raw)
-    model_type = _SCORES[raw.get("score_func", "softmax")]
-    config: dict[str, Any] = {ours: _value(raw, key, default) for key, (ours, default) in _KEYS.items()}
+    model_type = SCORES[raw.get("score_func", "softmax")]
+    config: dict[str, Any] = {ours: _value(raw, key, default) for key, (ours, default) in KEYS.items()}
     config["q_lora_rank"] = config["q_lora_rank"] or None
-    rope = {ours: raw.get(key, default) for key, (ours, default) in _ROPE.items()}
+    rope = {ours: raw.get(key, default) for key, (ours, default) in ROPE.items()}
     length = rope["original_max_position_embeddings"]
     if "max_seq_len" in raw and raw["max_seq_len"] <= length:
         rope = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
@@ -168,7 +168,7 @@ def _value(raw: Mapping[str, Any], key: str, default: Any) -> Any:
 
 
 def _check_keys(raw: Mapping[str, Any]) -> None:
-    unknown = sorted(set(raw) - set(_KEYS) - set(_ROPE) - _OTHERS)
+    unknown = sorted(set(raw) - set(KEYS) - set(ROPE) - _OTHERS)
     if unknown:
         raise UnsupportedModelError(
             f"the DeepSeek-native config has keys that DeepSeek-V2 and -V3 do not: {', '.join(unknown)}; supported "
@@ -180,7 +180,7 @@ def _check_keys(raw: Mapping[str, Any]) -> None:
                 f"the DeepSeek-native config gives {key} = {raw[key]!r}; needed is a number: take the config file that "
                 "belongs to the model"
             )
-    for key, known in (("score_func", tuple(_SCORES)), ("dtype", ("bf16", "fp8"))):
+    for key, known in (("score_func", tuple(SCORES)), ("dtype", ("bf16", "fp8"))):
         if key in raw and raw[key] not in known:
             raise UnsupportedModelError(
                 f"the DeepSeek-native config gives {key} = {raw[key]!r}; supported are {', '.join(known)}"

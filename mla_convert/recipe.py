@@ -18,6 +18,7 @@ from mla_convert.schemes import Scheme
 
 Side = Literal["qk", "vo"]
 SIDES: tuple[Side, ...] = ("qk", "vo")
+TARGETS = ("sidecar", "standalone", "hf", "native")
 SIDE_NAMES = {"qk": "key side", "vo": "value side"}
 NOT_CODED: Mapping[Side, Scheme | None] = {"qk": None, "vo": None}
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -138,11 +139,22 @@ def parse_device(given: str | torch.device) -> torch.device:
         ) from error
 
 
-def check_options(target: str, workers: int | None, max_shard_bytes: int) -> None:
-    """UsageError where one of these is not what this version does."""
-    if target != "sidecar":
-        raise UsageError(f"target {target!r}; this version writes target='sidecar'")
+def refuse_recipe(target: str, **options: object) -> None:
+    """UsageError where an option that changes values is given for a target that keeps them."""
+    for name, value in options.items():
+        if value not in (None, "auto", "source"):
+            raise UsageError(f"{name}={value!r}: target {target} keeps every value as it is; leave it out")
+
+
+def check_options(target: str, parts: int | None, workers: int | None, max_shard_bytes: int | None) -> None:
+    """UsageError where one of these cannot be."""
+    if target not in TARGETS:
+        raise UsageError(f"target {target!r}; supported are {', '.join(TARGETS)}")
+    if parts is not None and target != "native":
+        raise UsageError(f"parts={parts} belongs to target native, and this is {target}; leave it out")
+    if parts is not None and (type(parts) is not int or parts < 1):
+        raise UsageError(f"parts={parts!r}; a native checkpoint has a whole number of parts, one or more")
     if workers is not None and (type(workers) is not int or workers < 1):
         raise UsageError(f"workers={workers!r}; a run needs a whole number of threads, one or more: leave it out")
-    if max_shard_bytes <= 0:
+    if max_shard_bytes is not None and max_shard_bytes <= 0:
         raise UsageError(f"max_shard_bytes={max_shard_bytes}; a shard needs a positive number of bytes")

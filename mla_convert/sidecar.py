@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,8 +14,8 @@ import torch
 from mla_convert.absorption import Rounding
 from mla_convert.checkpoint import Checkpoint
 from mla_convert.coding import code_tensor
-from mla_convert.conversion_report import dtype_of
 from mla_convert.destination import SHARD
+from mla_convert.formats import plain
 from mla_convert.journal import fingerprint
 from mla_convert.manifest import Manifest, Source, SourceTensor, StoredLayer, StoredTensor, source_to_dict
 from mla_convert.manifest_reading import source_from_dict
@@ -161,3 +161,9 @@ def make_manifest(
         tensors=sources,
     )
     return Manifest(source, tuple(layers), dtype_of(tensor for layer in planned for tensor in layer.tensors.values()))
+
+
+def dtype_of(tensors: Iterable[StoredTensor]) -> str:
+    """The dtype of all ``tensors``, or ``mixed``."""
+    names = sorted({plain(tensor.dtype) for tensor in tensors})
+    return names[0] if len(names) == 1 else "mixed"

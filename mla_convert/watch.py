@@ -22,6 +22,10 @@ class Watch:
     def _path(self, file: str) -> pathlib.Path:
         return self._checkpoint.path / file
 
+    def check_all(self) -> None:
+        """:meth:`check` of every tensor."""
+        self.check(self._files)
+
     def check(self, names: Iterable[str]) -> None:
         """CheckpointError where one of the files of ``names`` is no longer what it was."""
         for file in {file for name in names for file in self._files[name]}:

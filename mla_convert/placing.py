@@ -1,0 +1,100 @@
+"""Files of the source that go with a result as they are: links or copies of weights, copies of everything small."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
+
+from mla_convert.destination import CARD, CONFIG, FOLDER, Goal, disk_errors
+from mla_convert.errors import OutputError, UsageError
+from mla_convert.remains import part, stamp
+
+LINKS = ("auto", "hard", "reflink", "copy")
+#: Where the source's own card goes in a folder that has one of its own.
+SOURCE_CARD = "README.source.md"
+_WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf", ".onnx")
+_FICLONE = 0x40049409  # linux/fs.h
+
+
+def check_link(given: str) -> str:
+    """How weights are to be placed; UsageError for anything unknown."""
+    if given not in LINKS:
+        raise UsageError(f"link {given!r}; supported are {', '.join(LINKS)}")
+    return given
+
+
+def companions(source: pathlib.Path, *, code: bool = True) -> dict[str, pathlib.Path]:
+    """What goes with a model beside its weights and config, by the name it gets.
+
+    Tokenizer, generation config, licences, its card under another name, and, with ``code``, its own modelling files.
+    Files of subfolders come along, hidden ones and absorbed weights do not.
+    """
+    found: dict[str, pathlib.Path] = {}
+    for file in sorted(source.rglob("*")):
+        name = file.relative_to(source)
+        hidden = any(step.startswith(".") for step in name.parts)
+        if hidden or name.parts[0] == FOLDER or not file.is_file() or file.name.endswith(_WEIGHTS):
+            continue
+        if str(name) == CONFIG or (file.suffix == ".py" and not code):
+            continue
+        found[SOURCE_CARD if str(name) == CARD else name.as_posix()] = file
+    return found
+
+
+def same_disk(source: pathlib.Path, folder: pathlib.Path) -> bool:
+    """Whether files of ``source`` can have a second name in ``folder`` (which need not be there yet)."""
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    return source.stat().st_dev == there.stat().st_dev
+
+
+def place(goal: Goal, files: Mapping[str, pathlib.Path], link: str) -> Iterator[str]:
+    """Put the ``files`` into the temporary folder under the names they are to get; yields the name of each one done.
+
+    A copy that is there already, of an earlier run, is known by its time of change, which is set last.
+    """
+    with disk_errors(goal.folder):
+        for name, file in files.items():
+            target = part(goal.folder, name)
+            if stamp(target) != stamp(file):
+                target.unlink(missing_ok=True)
+                _place(file.resolve(), target, link)
+            yield name
+
+
+def _place(source: pathlib.Path, target: pathlib.Path, link: str) -> None:
+    if link in ("auto", "hard"):
+        try:
+            os.link(source, target)
+            return
+        except OSError as error:
+            if link == "hard":
+                raise OutputError(
+                    f"{source} cannot be linked to {target} ({error.strerror}); use link auto or copy"
+                ) from error
+    if link in ("auto", "reflink"):
+        try:
+            _reflink(source, target)
+            return
+        except OSError as error:
+            target.unlink(missing_ok=True)
+            if link == "reflink":
+                raise OutputError(
+                    f"{source} cannot share its blocks with {target} ({error.strerror}); use link auto or copy"
+                ) from error
+    shutil.copyfile(source, target)
+    shutil.copystat(source, target)
+
+
+def _reflink(source: pathlib.Path, target: pathlib.Path) -> None:
+    if sys.platform != "linux":
+        raise OSError(95, "not known on this system")
+    import fcntl
+
+    with source.open("rb") as read, target.open("xb") as written:
+        fcntl.ioctl(written.fileno(), _FICLONE, read.fileno())
+    with contextlib.suppress(OSError):
+        shutil.copystat(source, target)
