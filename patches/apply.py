@@ -57,6 +57,7 @@ class PatchDescription:
     qk_form: str
     vo_form: str
     weights_from: str
+    products: tuple[str, ...]
     backend: str
     prefill_threshold: int | str
     cache: str
@@ -65,15 +66,17 @@ class PatchDescription:
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as plain values."""
-        return dataclasses.asdict(self) | {"layers": list(self.layers)}
+        return dataclasses.asdict(self) | {"layers": list(self.layers), "products": list(self.products)}
 
     def __str__(self) -> str:
         threshold = self.prefill_threshold
         rule = "by cost" if threshold == "auto" else f"up to {threshold} new tokens"
         first, last = self.layers[0], self.layers[-1]
+        quantized = "".join(f"  {product}\n" for product in self.products)
         return (
             f"{self.family}: {len(self.layers)} attention modules patched ({first} … {last})\n"
             f"  key side {self.qk_form}, value side {self.vo_form}, weights from {self.weights_from}\n"
+            f"{quantized}"
             f"  absorbed {rule}, backend {self.backend}; else expanded through {self.original_attention}\n"
             f"  cache: {self.cache}"
         )
@@ -94,6 +97,7 @@ class PatchHandle:
             qk_form="/".join(sorted({layer.forms.qk for layer in layers})),
             vo_form="/".join(sorted({layer.forms.vo for layer in layers})),
             weights_from=state.sidecar or _read_through(layers),
+            products=_products(layers),
             backend=describe_backend(state.options.backend, device),
             prefill_threshold=state.options.prefill_threshold,
             cache=state.options.cache,
@@ -298,6 +302,13 @@ def _remove_hook(module: nn.Module, function: Any) -> None:
         for number in [number for number, hook in hooks.items() if hook is function]:
             for table in (hooks, *extras):
                 table.pop(number, None)
+
+
+def _products(layers: Sequence[AbsorbedLayer]) -> tuple[str, ...]:
+    """How the weights of a quantized sidecar are used, for each side that is quantized; usually all layers agree."""
+    names = {"qk": "key side", "vo": "value side"}
+    said = [f"{names[side]}: {words}" for layer in layers for side, words in sorted(layer.products.items())]
+    return tuple(dict.fromkeys(said))
 
 
 def _read_through(layers: Sequence[AbsorbedLayer]) -> str:

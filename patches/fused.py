@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from mla_convert.patches.forms import Projection
 from mla_convert.patches.layer import AbsorbedLayer
@@ -66,7 +66,7 @@ class FusedQuery(_InstanceForward):
         if call is None or not call.absorbed:
             return self.original(x, *args, **kwargs)
         g = self.layer.geometry
-        heads = nn.functional.linear(x, self.layer.qk_absorbed).view(*x.shape[:-1], -1, g.latent_width)
+        heads = self.layer.make_query(x).view(*x.shape[:-1], -1, g.latent_width)
         call.q_latent = heads[..., : g.kv_lora_rank]
         query = heads.new_zeros(*heads.shape[:-1], g.qk_head_dim)
         query[..., 0] = 1
@@ -82,4 +82,4 @@ class FusedOutput(_InstanceForward):
         call = self.layer.slot.get()
         if call is None or not call.absorbed:
             return self.original(x, *args, **kwargs)
-        return nn.functional.linear(x, self.layer.ov_absorbed, self.linear.bias)
+        return self.layer.make_output(x, self.linear.bias)

@@ -184,6 +184,24 @@ class _Part:
             return True
         return look and not torch.equal(_sample(now), self.sample)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"unchanged": not self.changed(self.tensor, look=False)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copied or unpickled part is as its tensor, which was copied with it, unless that had changed before."""
+        unchanged = state.pop("unchanged")
+        self.__dict__.update(state)
+        if unchanged:
+            self.pointer, self.version = _pointer(self.tensor), _version(self.tensor)
+
+    def moved_to(self, now: Tensor) -> bool:
+        """Whether ``now``, of another dtype or on another device, has the remembered sample, as its dtype rounds it."""
+        sample = _sample(now)
+        if (sample.dtype, sample.device) == (self.sample.dtype, self.sample.device):
+            return False
+        narrow = min(sample.dtype, self.sample.dtype, key=lambda dtype: dtype.itemsize)
+        return torch.equal(sample.to(self.sample.device, narrow), self.sample.to(narrow))
+
 
 class Source:
     """One projection that absorbed weights come from, as it was when they were made.
@@ -230,6 +248,17 @@ class Source:
         return parts.keys() != self.parts.keys() or any(
             [self.parts[name].changed(part, look=look) for name, part in parts.items()]
         )
+
+    def only_moved(self, owner: Owner) -> bool:
+        """Whether the projection holds the remembered numbers, cast or on another device; judged by the samples."""
+        linear = getattr(owner, self.name)
+        if linear is not self.linear or is_offloaded(linear):
+            return False
+        reader = reader_of(self.name, linear)
+        parts = reader.parts(linear)
+        if parts.keys() != self.parts.keys() or reader.state(linear) != self.state:
+            return False
+        return all(self.parts[name].moved_to(part) for name, part in parts.items())
 
 
 def _pointer(tensor: Tensor) -> int:

@@ -1,0 +1,162 @@
+"""One side's quantized weight in memory, and the product with it as it is.
+
+Which product runs is decided by where the weight is and what it is multiplied with (:func:`choose_product`):
+
+- on CUDA and ROCm, the Triton kernel of :mod:`mla_convert.kernels.projection`, which dequantizes inside the product;
+- on a CPU in 16 bits, PyTorch's packed products for int8 rows and int4 groups, which beat the plain product there
+  (``benchmarks/coded_products.py``; the figures are in ``benchmarks/NOTES.md``);
+- elsewhere the weight is dequantized once, and is a plain one from then on: PyTorch has no packed product for FP8,
+  those in float32 are slower than plain ones, and int4 groups of the key side lie along the axis that is not summed.
+
+The codes are integer buffers and the scales' float32 bits an int32 buffer, so that casting the model changes neither.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from mla_convert.kernels.packed import PackedWeight
+from mla_convert.kernels.projection import choose_backend, lift_output, lift_query
+from mla_convert.quantization import Quantized
+from mla_convert.schemes import Scheme
+
+TRITON = "triton"
+INT8 = "int8 packed"
+INT4 = "int4 packed"
+PLAIN = "dequantized once"
+_WORDS = {
+    TRITON: "multiplied as codes (Triton)",
+    INT8: "multiplied as codes (PyTorch's packed int8 product)",
+    INT4: "multiplied as codes (PyTorch's packed int4 product)",
+    PLAIN: "dequantized once",
+}
+_PACKED_DTYPES = (torch.bfloat16, torch.float16)
+#: What PyTorch's packed int4 product asks of the rows of a weight, and what the int8 one silently needs of the numbers
+#: that are summed: with 12, 20, 40 or 100 of them, torch 2.13 returns wrong numbers in bfloat16, or crashes.
+_MULTIPLE = 16
+
+
+def choose_product(
+    scheme: Scheme, shape: tuple[int, int], device: torch.device, dtype: torch.dtype, *, over_rows: bool
+) -> str:
+    """The product for one head's weight [rows, columns]; ``over_rows`` where it sums over rows (factored key side)."""
+    rows, columns = shape
+    if choose_backend("auto", device) == "triton":
+        return TRITON if dtype in (*_PACKED_DTYPES, torch.float32) else PLAIN
+    if device.type != "cpu" or dtype not in _PACKED_DTYPES:
+        return PLAIN
+    if scheme.kind == "int8":
+        return INT8 if (rows if over_rows else columns) % _MULTIPLE == 0 else PLAIN
+    return INT4 if scheme.kind == "int4" and not over_rows and rows % _MULTIPLE == 0 else PLAIN
+
+
+def describe_product(scheme: Scheme, product: str) -> str:
+    """Scheme and product in words."""
+    return f"{scheme} {_WORDS[product]}"
+
+
+class CodedProjection(nn.Module):
+    """A quantized weight of H heads: the key side's [H·N, C], the value side's [H·V, C], or one of a fused form, H = 1.
+
+    ``over_rows`` says that the product sums over the rows of a head (``lift_query``) and not over the columns.
+    """
+
+    codes: Tensor
+    scale_bits: Tensor
+
+    def __init__(self, weight: Quantized, heads: int, product: str, *, over_rows: bool) -> None:
+        super().__init__()
+        self.scheme = weight.scheme
+        self.rows, self.columns = weight.shape[0] // heads, weight.shape[1]
+        self.heads = heads
+        self.over_rows = over_rows
+        self.product = product
+        self.register_buffer("scale_bits", weight.scales.contiguous().view(torch.int32), persistent=False)
+        self.register_buffer("codes", self._lay_out(weight.codes), persistent=False)
+
+    def _lay_out(self, codes: Tensor) -> Tensor:
+        """Codes [rows of all heads, columns] as the product takes them."""
+        if self.product == TRITON:
+            return codes.contiguous()
+        heads = codes.view(self.heads, self.rows, -1)
+        if self.product == INT8:
+            return heads.transpose(1, 2).contiguous() if self.over_rows else heads.contiguous()
+        nibbles = torch.stack((heads & 15, heads >> 4), dim=-1).flatten(-2).to(torch.int32)
+        return torch.stack([torch.ops.aten._convert_weight_to_int4pack_for_cpu(head, 1) for head in nibbles])
+
+    @property
+    def scales(self) -> Tensor:
+        """float32, on the scheme's grid."""
+        return self.scale_bits.view(torch.float32)
+
+    def weight(self) -> Quantized:
+        """The weight as it was given."""
+        return Quantized(self._stored_codes(), self.scales, self.scheme)
+
+    def _stored_codes(self) -> Tensor:
+        if self.product == TRITON:
+            return self.codes
+        if self.product == INT8:
+            return (self.codes.transpose(1, 2) if self.over_rows else self.codes).reshape(-1, self.columns)
+        # PyTorch does not say how it packs; on a CPU, a product with the identity and scales of 1 gives the codes back.
+        identity = torch.eye(self.columns, dtype=torch.bfloat16)
+        ones = _scales_and_zeros(torch.ones(1, self.rows, self.scales.shape[1]), torch.bfloat16)[0]
+        numbers = torch.stack([self._int4(identity, codes, ones).T for codes in self.codes.cpu()])
+        nibbles = (numbers.reshape(-1, self.columns) + 8).to(torch.uint8)
+        return (nibbles[:, 0::2] | (nibbles[:, 1::2] << 4)).to(self.codes.device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x`` [B, S, H, N] (``over_rows``) or [B, S, H, C], any strides, to [B, S, H, C] or [B, S, H, N or V]."""
+        if self.product == TRITON or x.device.type != "cpu" or x.dtype == torch.float64:
+            return self._by_kernel(x)
+        batch, q_len, heads, _ = x.shape
+        rows = x.permute(2, 0, 1, 3).reshape(heads, batch * q_len, -1).contiguous()
+        product = self._int8_product(rows) if self.product == INT8 else self._int4_product(rows)
+        return product.view(heads, batch, q_len, -1).permute(1, 2, 0, 3)
+
+    def _by_kernel(self, x: Tensor) -> Tensor:
+        codes = self._stored_codes()
+        packed = PackedWeight(codes, self.scales, self.scheme.kind, self.scheme.blocks(self.columns))
+        return lift_query(x, packed) if self.over_rows else lift_output(x, packed)
+
+    def _int8_product(self, rows: Tensor) -> Tensor:
+        """[H, M, K] by the int8 codes of each head."""
+        scales = self.scales.view(self.heads, self.rows)
+        if self.over_rows:
+            # Scales belong to what is summed: they are folded into the rows.
+            share, whole = _share(scales, 1 << 7, dim=1)
+            rows = (rows * share[:, None]).to(rows.dtype)
+            return self._int8(rows, whole.expand(-1, self.columns))
+        share, whole = _share(scales[..., None], 1 << 7, dim=2)
+        return self._int8(rows, share[..., 0]).mul_(whole.transpose(1, 2))
+
+    def _int8(self, rows: Tensor, scales: Tensor) -> Tensor:
+        # The product reads scales one behind the other, whatever their strides.
+        each = zip(rows.unbind(0), self.codes.unbind(0), scales.to(rows.dtype).contiguous().unbind(0), strict=True)
+        return torch.stack([torch.ops.aten._weight_int8pack_mm(x, codes, scale) for x, codes, scale in each])
+
+    def _int4_product(self, rows: Tensor) -> Tensor:
+        share, whole = _share(self.scales.view(self.heads, self.rows, -1), 1 << 3, dim=2)
+        scales = _scales_and_zeros(share, rows.dtype)
+        each = zip(rows.unbind(0), self.codes.unbind(0), scales.unbind(0), strict=True)
+        return torch.stack([self._int4(x, codes, scale) for x, codes, scale in each]).mul_(whole.transpose(1, 2))
+
+    def _int4(self, x: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
+        out: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(x, codes, self.scheme.block[1], scales)
+        return out
+
+
+def _share(scales: Tensor, reach: int, dim: int) -> tuple[Tensor, Tensor]:
+    """Scales as shares of a power of two, at most 1 / ``reach``, and that power, by which products are multiplied.
+
+    Products take scales in the activations' dtype; float16 would lose the small ones. A power of two it holds exactly.
+    """
+    whole = torch.exp2(torch.ceil(torch.log2(scales.amax(dim=dim, keepdim=True) * reach)))
+    return scales / whole, whole
+
+
+def _scales_and_zeros(scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """[H, groups, rows, 2] as the packed product takes them, of scales [H, rows, groups]; codes mean code − 8."""
+    by_group = scales.transpose(1, 2).to(dtype)
+    return torch.stack((by_group, torch.zeros_like(by_group)), dim=-1).contiguous()

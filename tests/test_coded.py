@@ -1,0 +1,134 @@
+"""Products with quantized weights as they are, against float64; what casting and moving leave alone."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import Tensor
+
+from mla_convert.kernels.packed import PackedWeight, dequantize
+from mla_convert.patches.coded import INT4, INT8, PLAIN, TRITON, CodedProjection, choose_product, describe_product
+from mla_convert.quantization import Quantized, quantize
+from mla_convert.schemes import FP8_BLOCKS, FP8_ROWS, Scheme, all_schemes, int4
+from mla_convert.schemes import INT8 as INT8_ROWS
+
+HEADS, ROWS, COLUMNS = 3, 32, 128
+CPU = torch.device("cpu")
+
+
+def weight(scheme: Scheme, heads: int = HEADS) -> Quantized:
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(heads * ROWS, COLUMNS, generator=generator) * 1e-4
+    return quantize(
+        rows * torch.logspace(-1, 1, len(rows))[torch.randperm(len(rows), generator=generator), None], scheme
+    )
+
+
+def activations(dtype: torch.dtype, width: int, heads: int = HEADS) -> Tensor:
+    x = torch.randn(2, heads, 3, width, generator=torch.Generator().manual_seed(1)).to(dtype)
+    return x.transpose(1, 2)  # as attention hands it on: not contiguous
+
+
+CASES = [
+    (INT8_ROWS, INT8, True),
+    (INT8_ROWS, INT8, False),
+    *((int4(group), INT4, False) for group in (32, 64, 128)),
+    *((scheme, TRITON, over_rows) for scheme in all_schemes() for over_rows in (True, False)),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(("scheme", "product", "over_rows"), CASES, ids=str)
+def test_against_float64(scheme: Scheme, product: str, over_rows: bool, dtype: torch.dtype) -> None:
+    coded = CodedProjection(weight(scheme), HEADS, product, over_rows=over_rows)
+    x = activations(dtype, ROWS if over_rows else COLUMNS)
+    exact = weight(scheme).dequantize().double().view(HEADS, ROWS, COLUMNS)
+    letters = "bshn,hnc->bshc" if over_rows else "bshc,hnc->bshn"
+    truth, size = (torch.einsum(letters, *pair) for pair in ((x.double(), exact), (x.double().abs(), exact.abs())))
+    found = coded(x)
+    assert found.shape == truth.shape and found.dtype == dtype
+    # In this dtype are rounded: a scale (or what it is folded into), the weight or nothing, and the result. Sums are
+    # float32 over at most 128 terms. float16 has subnormals in the result.
+    unit = torch.finfo(dtype).eps / 2
+    bound = (3 * unit + COLUMNS * 2**-24) * size + torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+    assert torch.all((found.double() - truth).abs() <= bound * 1.01)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_single_head_is_a_linear(dtype: torch.dtype) -> None:
+    coded = CodedProjection(weight(int4(64)), 1, INT4, over_rows=False)
+    x = torch.randn(2, 3, 1, COLUMNS, dtype=dtype)
+    linear = torch.nn.functional.linear(x[:, :, 0], weight(int4(64)).dequantize().to(dtype))
+    tolerance = 0.02 if dtype == torch.bfloat16 else 1e-7  # three roundings of 2 ** −9 each, and float32 products
+    assert torch.allclose(coded(x)[:, :, 0], linear, rtol=tolerance, atol=tolerance * float(linear.abs().max()))
+
+
+@pytest.mark.parametrize(("scheme", "product", "over_rows"), CASES, ids=str)
+def test_the_weight_comes_back_from_every_layout(scheme: Scheme, product: str, over_rows: bool) -> None:
+    coded = CodedProjection(weight(scheme), HEADS, product, over_rows=over_rows)
+    back = coded.weight()
+    assert torch.equal(back.codes, weight(scheme).codes) and torch.equal(back.scales, weight(scheme).scales)
+
+
+@pytest.mark.parametrize("scheme", all_schemes(), ids=str)
+def test_the_kernels_read_the_same_numbers(scheme: Scheme) -> None:
+    coded = weight(scheme)
+    packed = PackedWeight(coded.codes, coded.scales, scheme.kind, scheme.blocks(COLUMNS))
+    assert torch.equal(dequantize(packed), coded.dequantize())
+
+
+@pytest.mark.parametrize(("scheme", "product"), [(INT8_ROWS, INT8), (int4(32), INT4), (FP8_BLOCKS, TRITON)])
+def test_casting_copying_and_pickling_change_no_bit(scheme: Scheme, product: str) -> None:
+    coded = CodedProjection(weight(scheme), HEADS, product, over_rows=False)
+    before = {name: buffer.clone() for name, buffer in coded.named_buffers()}
+    assert not coded.state_dict() and {buffer.dtype.is_floating_point for buffer in before.values()} == {False}
+    for other in (copy.deepcopy(coded).half(), pickle.loads(pickle.dumps(coded)).double(), coded.to(torch.bfloat16)):
+        assert all(torch.equal(buffer, before[name]) for name, buffer in other.named_buffers())
+        assert other.scales.dtype == torch.float32 and torch.equal(other.scales, weight(scheme).scales)
+
+
+def test_bytes_are_those_of_codes_and_scales() -> None:
+    numbers = HEADS * ROWS * COLUMNS
+    for scheme, product, expected in (
+        (INT8_ROWS, INT8, numbers + 4 * HEADS * ROWS),
+        (int4(32), INT4, numbers // 2 + 4 * numbers // 32),
+        (FP8_BLOCKS, TRITON, numbers + 4),
+    ):
+        coded = CodedProjection(weight(scheme), HEADS, product, over_rows=False)
+        assert sum(buffer.nbytes for buffer in coded.buffers()) == expected
+
+
+@pytest.mark.parametrize(
+    ("scheme", "rows", "dtype", "over_rows", "expected"),
+    [
+        (INT8_ROWS, 32, torch.bfloat16, True, INT8),
+        (INT8_ROWS, 12, torch.float16, False, INT8),
+        (INT8_ROWS, 12, torch.bfloat16, True, PLAIN),
+        (INT8_ROWS, 32, torch.float32, False, PLAIN),
+        (INT8_ROWS, 32, torch.float64, False, PLAIN),
+        (int4(32), 32, torch.bfloat16, False, INT4),
+        (int4(32), 32, torch.bfloat16, True, PLAIN),
+        (int4(32), 12, torch.bfloat16, False, PLAIN),
+        (int4(32), 32, torch.float32, False, PLAIN),
+        (FP8_BLOCKS, 128, torch.bfloat16, False, PLAIN),
+        (FP8_ROWS, 128, torch.bfloat16, False, PLAIN),
+    ],
+)
+def test_the_choice_on_a_cpu(scheme: Scheme, rows: int, dtype: torch.dtype, over_rows: bool, expected: str) -> None:
+    product = choose_product(scheme, (rows, 128), CPU, dtype, over_rows=over_rows)
+    assert product == expected
+    assert str(scheme) in describe_product(scheme, product)
+
+
+def test_sums_that_the_packed_product_gets_wrong_are_not_given_to_it() -> None:
+    assert choose_product(INT8_ROWS, (32, 40), CPU, torch.bfloat16, over_rows=False) == PLAIN
+
+
+def test_the_choice_elsewhere() -> None:
+    for scheme in all_schemes():
+        assert choose_product(scheme, (20, 128), torch.device("cuda"), torch.bfloat16, over_rows=True) == TRITON
+        assert choose_product(scheme, (20, 128), torch.device("mps"), torch.bfloat16, over_rows=True) == PLAIN
+    assert choose_product(INT8_ROWS, (20, 128), torch.device("cuda"), torch.float64, over_rows=True) == PLAIN

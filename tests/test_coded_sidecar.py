@@ -1,0 +1,195 @@
+"""Patched models on quantized sidecars: the numbers they compute with, what they weigh, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pathlib
+from typing import Any
+
+import models
+import pytest
+import torch
+from patching import layers, steps
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+
+import mla_convert
+from mla_convert.errors import MismatchError, SidecarError
+from mla_convert.patches.loading import load_original
+from mla_convert.quality import coded_projections
+from mla_convert.schemes import FP8_ROWS, INT8, Scheme, int4
+
+IDS = torch.randint(3, 1000, (2, 12), generator=torch.Generator().manual_seed(0))
+#: Options of convert, and the scheme that they give both sides.
+SCHEMES: dict[str, tuple[dict[str, Any], Scheme]] = {
+    "int8": ({"quantize": "int8"}, INT8),
+    "fp8": ({"quantize": "fp8", "group_size": "row"}, FP8_ROWS),
+    "int4": ({"quantize": "int4"}, int4(32)),
+}
+
+
+@pytest.fixture(scope="module")
+def folders(example_path: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, pathlib.Path]:
+    """A factored sidecar of each scheme."""
+    base = tmp_path_factory.mktemp("coded")
+    for name, (options, _) in SCHEMES.items():
+        mla_convert.convert(example_path, base / name, form="factored", **options)
+    return {name: base / name for name in SCHEMES}
+
+
+@pytest.fixture(scope="module")
+def original(example_path: pathlib.Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(example_path, dtype=torch.float32).eval()
+
+
+def decode(model: PreTrainedModel) -> torch.Tensor:
+    return steps(model, IDS, DynamicCache(config=model.config), [6] + [1] * 6)[:, 6:]
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+@torch.inference_mode()
+def test_the_numbers_are_those_of_kv_b_proj_coded(
+    name: str, folders: dict[str, pathlib.Path], original: PreTrainedModel
+) -> None:
+    """Rows and groups of a slice are those of the whole: absorbed or not, the model computes with the same weights."""
+    scheme = SCHEMES[name][1]
+    plain = decode(original)
+    with mla_convert.patched(original, folders[name], prefill_threshold=100) as handle:
+        found = decode(original)
+        assert all(f"{scheme} dequantized once" in words for words in handle.describe().products)
+    with coded_projections(original, scheme, scheme):
+        expected = decode(original)
+    assert models.relative(found, expected) <= 1e-4  # float32, other order of products
+    assert models.relative(found, plain) > 1e-3  # and they are not the original's
+
+
+@torch.inference_mode()
+def test_codes_are_multiplied_in_16_bits(folders: dict[str, pathlib.Path], example_path: pathlib.Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(example_path, dtype=torch.bfloat16).eval()
+    plain_bytes = 4 * 2 * 8 * (32 + 32) * 64  # layers, bytes, heads, N + V, C
+    for name, expected in {
+        "int8": plain_bytes / 2 + 4 * 4 * 512,
+        "int4": plain_bytes * (1 / 2 + 1 / 8 + 1 / 32),
+    }.items():
+        with mla_convert.patched(model, folders[name], prefill_threshold=100) as handle:
+            described = handle.describe()
+            assert ("value side: " in described.products[-1]) and "multiplied as codes" in described.products[-1]
+            assert described.products[-1] in str(described)
+            assert sum(buffer.nbytes for layer in layers(model) for buffer in layer.buffers()) == expected
+            found = decode(model).float()
+        with mla_convert.patched(model, prefill_threshold=100) as handle:
+            assert not handle.describe().products
+            assert sum(buffer.nbytes for layer in layers(model) for buffer in layer.buffers()) == plain_bytes
+        scheme = SCHEMES[name][1]
+        exact = load_original(example_path, dtype=torch.float32)
+        with coded_projections(exact, scheme, scheme):
+            expected_logits = decode(exact)
+        # The original in bfloat16 is as far from itself in float32.
+        bound = 2 * float(
+            (decode(model).float() - decode(load_original(example_path, dtype=torch.float32))).abs().mean()
+        )
+        assert float((found - expected_logits).abs().mean()) <= bound
+
+
+@torch.inference_mode()
+def test_fused_sides_are_coded_too(example_path: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        model = AutoModelForCausalLM.from_pretrained(example_path, dtype=dtype).eval()
+        plain = decode(model).float()
+        out = tmp_path / "out"
+        if not out.exists():
+            report = mla_convert.convert(example_path, out, form="fused", quantize="int8")
+            assert [tensor.name.split(".")[-2] for tensor in report.tensors[:2]] == ["qk_absorbed", "ov_absorbed"]
+        with mla_convert.patched(model, out):
+            found = decode(model).float()
+            assert all((layer.coded_qk is None) == (dtype == torch.float32) for layer in layers(model))
+        # int8 rows are off by 2 ** −8 of the largest number of a row at most.
+        assert 0 < float((found - plain).abs().mean()) <= 0.02 * float(plain.max() - plain.min())
+
+
+def edit_codes(folder: pathlib.Path, name: str, row: int) -> None:
+    shard = next(folder.glob("*.safetensors"))
+    tensors = load_file(shard)
+    codes = tensors[name].view(torch.uint8)
+    codes[row, 3] ^= 0x40
+    save_file(tensors, shard, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(("name", "part"), [("int8", "weight"), ("int4", "weight_packed")])
+def test_a_damaged_code_is_found(
+    name: str, part: str, example_path: pathlib.Path, tmp_path: pathlib.Path, original: PreTrainedModel
+) -> None:
+    for dtype, error in ((torch.bfloat16, SidecarError), (torch.float32, MismatchError)):
+        out = tmp_path / str(dtype)
+        mla_convert.convert(example_path, out, form="factored", **SCHEMES[name][0])
+        edit_codes(out, f"model.layers.2.self_attn.v_b_proj.{part}", 7)
+        model = AutoModelForCausalLM.from_pretrained(example_path, dtype=dtype)
+        with pytest.raises(error, match=r"layer 2: .*value rows of kv_b_proj"):
+            mla_convert.patch(model, out)
+
+
+def test_other_weights_are_refused(folders: dict[str, pathlib.Path], example_path: pathlib.Path) -> None:
+    for dtype in (torch.bfloat16, torch.float16):
+        model = AutoModelForCausalLM.from_pretrained(example_path, dtype=dtype)
+        with torch.no_grad():
+            model.model.layers[1].self_attn.kv_b_proj.weight[40, 3] += 0.5
+        for folder in folders.values():
+            with pytest.raises(MismatchError, match="layer 1"):
+                mla_convert.patch(model, folder)
+        model = AutoModelForCausalLM.from_pretrained(example_path, dtype=dtype)
+        with torch.no_grad():
+            model.model.layers[3].self_attn.kv_b_proj.weight.mul_(1.05)
+        for folder in folders.values():
+            with pytest.raises(MismatchError, match="layer 3"):
+                mla_convert.patch(model, folder)
+
+
+@torch.inference_mode()
+def test_casting_keeps_the_codes_and_changed_weights_give_them_up(
+    folders: dict[str, pathlib.Path], example_path: pathlib.Path
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(example_path, dtype=torch.bfloat16).eval()
+    mla_convert.patch(model, folders["int8"], prefill_threshold=100)
+    before = [layer.coded_qk.codes.clone() for layer in layers(model)]
+    model.half()
+    decode(model)
+    assert all(torch.equal(layer.coded_qk.codes, codes) for layer, codes in zip(layers(model), before, strict=True))
+    assert all(layer.coded_vo.scales.dtype == torch.float32 for layer in layers(model))
+    twin = copy.deepcopy(model)
+    assert torch.equal(decode(twin), decode(model))
+    model.float()
+    decode(model)
+    assert all(layer.coded_qk is None and layer.products for layer in layers(model))
+    assert "dequantized once" in mla_convert.patches.PatchHandle(model).describe().products[0]
+    expected = load_original(example_path, dtype=torch.float32)
+    with coded_projections(expected, INT8, INT8):
+        assert models.relative(decode(model), decode(expected)) <= 1e-4
+    for layer in model.model.layers:
+        layer.self_attn.kv_b_proj.weight.mul_(1.25)
+    found = decode(model)
+    assert all(not layer.products for layer in layers(model))
+    for layer in expected.model.layers:
+        layer.self_attn.kv_b_proj.weight.mul_(1.25)
+    assert models.relative(found, decode(expected)) <= 1e-4
+
+
+def test_an_edited_manifest_is_refused(example_path: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    mla_convert.convert(example_path, tmp_path / "out", quantize="int8", qk="factored", vo="factored")
+    file = tmp_path / "out" / "mla_manifest.json"
+    manifest = json.loads(file.read_text())
+    assert manifest["quantization"]["quant_method"] == "compressed-tensors"
+    for edit, message in (
+        (
+            lambda m: m["layers"][0]["tensors"]["k_b"].pop("quantization"),
+            "quantization that is not that of its tensors",
+        ),
+        (lambda m: m["layers"][0]["tensors"]["k_b"]["quantization"].update(kind="int3"), "known are int8 per row"),
+        (lambda m: m.update(quantization=None), "quantization that is not that of its tensors"),
+    ):
+        changed = copy.deepcopy(manifest)
+        edit(changed)
+        file.write_text(json.dumps(changed))
+        model = AutoModelForCausalLM.from_pretrained(example_path, dtype=torch.float32)
+        with pytest.raises(SidecarError, match=message):
+            mla_convert.patch(model, tmp_path / "out")
