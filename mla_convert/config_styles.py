@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +12,7 @@ from mla_convert.errors import UnsupportedModelError
 
 #: Where wrappers (vision, audio) keep their text model's config.
 INNER = ("text_config", "language_config")
+_QUANTIZATION = {"quantization_config", "compression_config"}
 
 
 def normalize_config(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -19,8 +21,8 @@ def normalize_config(raw: Mapping[str, Any]) -> dict[str, Any]:
     Taken are DeepSeek's own keys (see :func:`mla_convert.native.hf_config`), ``rope_scaling`` with ``rope_theta``, and
     ``rope_parameters``. The result has ``rope_parameters`` (with ``rope_type`` and ``rope_theta``) unless the config
     says nothing of rotation, ``dtype`` without ``torch.`` before it, and everything else as it was. In a wrapper, the
-    text model's config is what is so changed, and its ``dtype`` stands for the whole where there is no other. ``raw``
-    is left alone.
+    text model's config is what is so changed, and its ``dtype`` and quantization stand for the whole where there is no
+    other. ``raw`` is left alone.
     """
     if native.is_native_config(raw):
         return native.hf_config(raw)
@@ -29,8 +31,10 @@ def normalize_config(raw: Mapping[str, Any]) -> dict[str, Any]:
     dtype = config.get("dtype") or torch_dtype
     wrapped = [key for key in INNER if isinstance(config.get(key), Mapping) and "kv_lora_rank" in config[key]]
     for key in wrapped:
-        config[key] = normalize_config(config[key])
-        dtype = dtype or config[key].get("dtype")
+        inner = config[key] = normalize_config(config[key])
+        dtype = dtype or inner.get("dtype")
+        for name in _QUANTIZATION & inner.keys():
+            config.setdefault(name, inner.pop(name))
     if dtype is not None:
         config["dtype"] = str(dtype).removeprefix("torch.")
     if not wrapped:
@@ -39,6 +43,15 @@ def normalize_config(raw: Mapping[str, Any]) -> dict[str, Any]:
             config.pop(key, None)
         if rope is not None:
             config["rope_parameters"] = rope
+    return config
+
+
+def without_quantization(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of a config, and of the text model's in a wrapper, for the same weights in plain numbers."""
+    config = {key: copy.deepcopy(value) for key, value in raw.items() if key not in _QUANTIZATION}
+    for key in INNER:
+        if isinstance(config.get(key), Mapping):
+            config[key] = without_quantization(config[key])
     return config
 
 

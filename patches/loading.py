@@ -8,10 +8,18 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import transformers
 from huggingface_hub.errors import StrictDataclassError
-from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from mla_convert.checkpoint import Checkpoint
+from mla_convert.config_styles import without_quantization
 from mla_convert.errors import CheckpointError
 from mla_convert.patches.apply import patch
 from mla_convert.storage import own_sidecar
@@ -37,21 +45,47 @@ def load_original(
         kwargs: handed to ``from_pretrained``.
     """
     checkpoint = Checkpoint.open(source)
+    with _loading(source):
+        config = _config_for(checkpoint)
+        kind: Any = _class_for(config)
     if checkpoint.layout != "native" and checkpoint.quantization is None:
         with _loading(source):
-            return _ready(AutoModelForCausalLM.from_pretrained(os.fspath(source), dtype=dtype or "auto", **kwargs))
-    values = {k: v for k, v in checkpoint.config.items() if k != "quantization_config"}
-    with _loading(source):
-        config = CONFIG_MAPPING[values["model_type"]](**values)
+            return _ready(kind.from_pretrained(os.fspath(source), config=config, dtype=dtype or "auto", **kwargs))
     checkpoint.refuse_unreadable()
     state = {
         name: checkpoint.weight(name, stored_dtype if checkpoint.quantized(name) else None)
         for name in checkpoint.weight_names()
     }
-    plain_dtype = dtype or getattr(torch, values.get("dtype", "float32"))
-    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    plain_dtype = dtype or getattr(torch, checkpoint.config.get("dtype", "float32"))
     with _loading(source):
         return _ready(kind.from_pretrained(None, config=config, state_dict=state, dtype=plain_dtype, **kwargs))
+
+
+def _config_for(checkpoint: Checkpoint) -> PreTrainedConfig:
+    """transformers' config of a checkpoint, for plain weights; it reads every style of its own by itself."""
+    raw = checkpoint.raw_config if "model_type" in checkpoint.raw_config else checkpoint.config
+    values = without_quantization(raw)
+    kind = values["model_type"] if values["model_type"] in CONFIG_MAPPING else checkpoint.family.model_type
+    if kind not in CONFIG_MAPPING:
+        raise CheckpointError(
+            f"transformers {transformers.__version__} has no {kind} models; install a version that has them"
+        )
+    del values["model_type"]
+    values.pop("auto_map", None)
+    return CONFIG_MAPPING[kind](**values)
+
+
+def _class_for(config: PreTrainedConfig) -> type[PreTrainedModel]:
+    """The class that the checkpoint was written from, or the one that transformers has for its config."""
+    for name in config.architectures or ():
+        found = getattr(transformers, name, None)
+        if isinstance(found, type) and issubclass(found, PreTrainedModel) and found.config_class is type(config):
+            return found
+    mappings: Any = (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING)
+    for mapping in mappings:
+        if type(config) in mapping:
+            return mapping[type(config)]  # type: ignore[no-any-return]
+    raise CheckpointError(f"transformers {transformers.__version__} has no generating model for {config.model_type}")
 
 
 @contextlib.contextmanager

@@ -1,0 +1,175 @@
+"""Every family of the table: patched, converted and loaded, its logits are the unpatched model's."""
+
+from __future__ import annotations
+
+import functools
+import importlib.resources
+import json
+import pathlib
+import re
+from collections.abc import Callable
+from typing import Any
+
+import family_models
+import pytest
+import torch
+from models import relative
+from patching import BOUND, state_of
+from transformers import CONFIG_MAPPING, AutoModel, DynamicCache, PreTrainedModel
+
+import mla_convert
+from mla_convert.absorption import reads
+from mla_convert.architectures import FAMILIES, layer_specs, normalize_config
+from mla_convert.checkpoint import Checkpoint
+from mla_convert.errors import UsageError
+from mla_convert.patches.loading import load_original
+from mla_convert.patches.recognition import attention_modules
+from mla_convert.patches.weights import module_geometry
+from mla_convert.stages import counted_calls
+
+#: A prefill, then one token and three at a time; more tokens than any indexer chooses and any window holds.
+SIZES = [9, 1, 1, 3, 1, 1]
+PADDING = 4
+
+
+@functools.cache
+def model_of(model_type: str) -> PreTrainedModel:
+    return family_models.make(model_type)
+
+
+def tokens(batch: int = 2) -> torch.Tensor:
+    return torch.randint(3, 97, (batch, sum(SIZES)), generator=torch.Generator().manual_seed(5))
+
+
+def both(model: PreTrainedModel, cache: Callable[..., Any] = DynamicCache) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits of two whole sequences, and of the real tokens where the first one is padded at its left."""
+    ids, real = tokens(), torch.ones_like(tokens())
+    real[0, :PADDING] = 0
+    positions = (real.cumsum(dim=1) - 1).clamp(min=0)
+    whole, short = cache(config=model.config), cache(config=model.config)
+    outs, at = [], 0
+    for size in SIZES:
+        new = slice(at, at + size)
+        masked = {"attention_mask": real[:, : at + size], "position_ids": positions[:, new]}
+        a = model(ids[:, new], cache=whole, use_cache=True).logits
+        b = model(ids[:, new], cache=short, use_cache=True, **masked).logits
+        outs.append((a, b))
+        at += size
+    a, b = (torch.cat(part, dim=1) for part in zip(*outs, strict=True))
+    return a, b[real.bool()]
+
+
+@functools.cache
+def expected(model_type: str) -> tuple[torch.Tensor, torch.Tensor]:
+    with torch.inference_mode():
+        return both(model_of(model_type))
+
+
+def largest(found: tuple[torch.Tensor, ...], model_type: str) -> float:
+    return max(relative(a, b) for a, b in zip(found, expected(model_type), strict=True))
+
+
+def test_every_row_has_a_model() -> None:
+    assert list(family_models.MODELS) == list(FAMILIES)
+
+
+def mla_classes(source: str) -> set[str]:
+    """Classes of a modelling file that have the seam and the projection of MLA."""
+    classes = re.split(r"^class ", source, flags=re.MULTILINE)[1:]
+    return {
+        match[0]
+        for text in classes
+        if "def expand_kv" in text and "self.kv_b_proj" in text and (match := re.match(r"\w+", text))
+    }
+
+
+def test_the_table_has_every_mla_class_of_transformers() -> None:
+    files = importlib.resources.files("transformers.models")
+    assert isinstance(files, pathlib.Path)
+    sources = [path.read_text("utf-8") for path in files.glob("*/modeling_*.py")]
+    found = {name for source in sources if "kv_b_proj" in source for name in mla_classes(source)}
+    assert found == {family.attention_class for family in FAMILIES.values()}, "a family is missing in the table"
+
+
+def test_a_new_class_would_be_noticed() -> None:
+    new = "class New(nn.Module):\n    def __init__(self):\n        self.kv_b_proj = 1\n\n    def expand_kv(self): ..."
+    assert mla_classes(f"class Other:\n    pass\n\n\n{new}\n\n\nclass Last:\n    self.kv_b_proj = 2") == {"New"}
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+@torch.inference_mode()
+def test_logits_and_tokens_are_the_same(model_type: str) -> None:
+    model, ids = model_of(model_type), tokens()
+    options: dict[str, Any] = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
+    generated, plain = model.generate(ids[:, :9], **options), expected(model_type)
+    with mla_convert.patched(model):
+        assert torch.equal(model.generate(ids[:, :9], **options), generated)
+    before = state_of(model)
+    with mla_convert.patched(model) as handle:
+        assert handle.describe().family == model_type
+        with counted_calls(model) as calls:
+            assert largest(both(model), model_type) <= BOUND
+        # In each of the two runs the single tokens ran absorbed, and the prefill expanded.
+        assert all(2 * SIZES.count(1) <= calls.absorbed[name] < calls.all[name] for name in calls.all)
+    assert state_of(model) == before
+    assert all(torch.equal(a, b) for a, b in zip(both(model), plain, strict=True))
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+@torch.inference_mode()
+def test_fused_where_it_may_be(model_type: str) -> None:
+    model, family = model_of(model_type), FAMILIES[model_type]
+    for side, name in (("qk", "key"), ("vo", "value")):
+        if between := family.between(side):  # type: ignore[arg-type]
+            with pytest.raises(UsageError, match=f"the {name} side .* cannot be fused: {re.escape(between)}"):
+                mla_convert.patch(model, **{side: "fused"})
+    forms = {side: "factored" if family.between(side) else "fused" for side in ("qk", "vo")}  # type: ignore[arg-type]
+    with mla_convert.patched(model, **forms) as handle:
+        described = handle.describe()
+        assert {"qk": described.qk_form, "vo": described.vo_form} == forms
+        assert largest(both(model), model_type) <= BOUND
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+@torch.inference_mode()
+def test_converted_and_loaded(model_type: str, tmp_path: pathlib.Path) -> None:
+    model = model_of(model_type)
+    model.save_pretrained(tmp_path / "source")
+    report = mla_convert.convert(tmp_path / "source", tmp_path / "out")
+    checkpoint = Checkpoint.open(tmp_path / "source")
+    geometries = {module.layer_idx: module_geometry(module) for _, module in attention_modules(model)}
+    assert {spec.index: spec.geometry for spec in checkpoint.layers} == geometries
+    assert report.layers == len(geometries)
+    loaded: Any = load_original(tmp_path / "source")
+    loaded.set_experts_implementation("eager")
+    assert type(loaded) is type(model)
+    with mla_convert.patched(loaded, tmp_path / "out") as handle:
+        assert handle.describe().weights_from == str(tmp_path / "out")
+        assert largest(both(loaded), model_type) <= BOUND
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_specs_at_the_family_s_own_size(model_type: str) -> None:
+    """From the values that no config leaves out, the layers, dimensions and scales that transformers makes of them."""
+    family = FAMILIES[model_type]
+    raw = json.loads(CONFIG_MAPPING[model_type]().to_json_string(use_diff=False))
+    text = raw[family.inner] if family.inner else raw
+    for key in "layer_types kv_source_layers no_rope_layers per_layer_config rope_parameters indexer_types".split():
+        text.pop(key, None)
+    text.pop("mlp_layer_types", None)
+    text |= {"num_layers": 9} if "num_layers" in text else {"num_hidden_layers": 9}
+    config = CONFIG_MAPPING[model_type](**json.loads(json.dumps(raw)))
+    with torch.device("meta"):
+        model = AutoModel.from_config(getattr(config, family.inner) if family.inner else config)
+    specs = layer_specs(normalize_config(raw))
+    made = {module.layer_idx: module for _, module in attention_modules(model)}
+    assert {spec.index: spec.geometry for spec in specs} == {i: module_geometry(m) for i, m in made.items()}
+    for spec in specs:
+        shapes = {name: tuple(p.shape) for name, p in made[spec.index].named_parameters()}
+        words = {word: module for module, word in spec.words.items()}
+        for name, shape in spec.shapes().items():
+            *_, word, parameter = name.split(".")
+            assert shapes[f"{words.get(word, word)}.{parameter}"] == shape
+        assert spec.own_latent == ("kv_a_layernorm.weight" in shapes)
+        # What "auto" takes for the families as they are published: their latents are wider than their heads.
+        assert (reads(spec.geometry).qk.fewer, reads(spec.geometry).vo.fewer) == ("factored", "factored")
