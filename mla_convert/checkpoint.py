@@ -38,7 +38,10 @@ class TensorInfo:
 
 
 class Checkpoint:
-    """A checkpoint on disk: one ``model.safetensors``, shards with an index, or DeepSeek-native parts.
+    """A checkpoint: one ``model.safetensors``, shards with an index, or DeepSeek-native parts.
+
+    It is a folder, or a repository on the hub (``path`` is then a :class:`mla_convert.hub.HubPath`) of which nothing is
+    read but the headers and the tensors asked for.
 
     Names are Hugging Face's in every layout, and a weight that is stored in codes has the name that it would have
     without them (``module.weight``), whatever its parts are called. Opening reads the config and the files' headers
@@ -60,7 +63,7 @@ class Checkpoint:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Checkpoint:
-        """Open the checkpoint in the folder ``path``.
+        """Open the checkpoint in the folder ``path``, or in the hub repository ``org/name[@revision]``.
 
         Raises UnsupportedModelError for a model that is not one of the supported families, FormatError for weights
         stored in a form that cannot be read, and CheckpointError for anything missing, damaged or contradictory.
@@ -72,7 +75,7 @@ class Checkpoint:
             self._open(path)
 
     def _open(self, path: pathlib.Path) -> None:
-        open_folder(path)
+        path = open_folder(path)
         self.path = path
         self.raw_config = read_config(path)
         self.config = normalize_config(self.raw_config)

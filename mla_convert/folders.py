@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
@@ -12,6 +11,7 @@ import torch
 
 from mla_convert import native
 from mla_convert.errors import CheckpointError
+from mla_convert.hub import is_hub_id, open_repository, prefetch_beginnings
 from mla_convert.shards import Piece, is_readable, parse_json, read_header
 
 Layout = Literal["single", "sharded", "native"]
@@ -20,6 +20,10 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _PICKLED = (".bin", ".pt", ".pth")
 _MOST_PARTS = 4096
+_NO_GGUF = (
+    "llama.cpp's files are not read: take the repository that they were made from, in safetensors with a config.json "
+    "(their model card names it as base_model)"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,19 +37,19 @@ class Stored:
     axis: int | None = None
 
 
-def open_folder(path: pathlib.Path) -> None:
-    """CheckpointError where ``path`` is not a folder, with what it looks like instead."""
+def open_folder(path: pathlib.Path) -> pathlib.Path:
+    """The folder ``path``, or the hub repository of that name where there is none.
+
+    CheckpointError where it is neither, with what it looks like instead.
+    """
     if path.is_dir():
-        return
+        return path
     if path.suffix == ".gguf":
-        raise CheckpointError(f"{path} is a GGUF file; supported are folders with safetensors files and a config.json")
+        raise CheckpointError(f"{path} is a GGUF file; {_NO_GGUF}")
     if path.exists():
         raise CheckpointError(f"{path} is a file; give the folder that holds it and the config.json")
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) and not str(path).startswith("."):
-        raise CheckpointError(
-            f"there is no folder {path}; if it is a model on the hub, download it first: "
-            f"hf download {path} --local-dir {path.name}"
-        )
+    if is_hub_id(path.as_posix()):
+        return open_repository(path.as_posix())
     raise CheckpointError(f"there is no folder {path}; give the folder with the checkpoint's config.json")
 
 
@@ -77,7 +81,9 @@ def find_tensors(path: pathlib.Path) -> tuple[Layout, dict[str, Stored]]:
 
 
 def _headers(files: Iterable[pathlib.Path]) -> dict[pathlib.Path, dict[str, Piece]]:
-    return {file: read_header(file) for file in files}
+    listed = list(files)
+    prefetch_beginnings(listed)
+    return {file: read_header(file) for file in listed}
 
 
 def _whole(headers: Mapping[pathlib.Path, dict[str, Piece]]) -> dict[str, Stored]:
@@ -193,7 +199,7 @@ def _instead(path: pathlib.Path) -> str:
     """What a folder without a readable checkpoint holds instead, and what to do; nothing where that is not plain."""
     files = sorted(file.name for file in path.iterdir())
     if any(name.endswith(".gguf") for name in files):
-        return "it holds GGUF files: supported are safetensors, take the model in that form"
+        return f"it holds GGUF files; {_NO_GGUF}"
     if any(name.endswith(_PICKLED) and name.startswith(("pytorch_model", "model", "consolidated")) for name in files):
         return (
             "it holds pickled weights, which can run code when they are read and are not supported: save the model "

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from mla_convert.errors import CheckpointError, FormatError
+from mla_convert.hub import HubPath
 
 #: Codes of the format for every dtype that is read.
 DTYPES = {
@@ -176,4 +177,4 @@ def _check_extent(file: pathlib.Path, pieces: dict[str, Piece], base: int, size:
 
 def is_readable(file: pathlib.Path) -> bool:
     """Whether there is a regular file, links followed (a hub cache keeps files as links to its blobs)."""
-    return file.is_file() and os.access(file, os.R_OK)
+    return file.is_file() and (isinstance(file, HubPath) or os.access(file, os.R_OK))

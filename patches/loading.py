@@ -21,7 +21,9 @@ from transformers import (
 from mla_convert.checkpoint import Checkpoint
 from mla_convert.config_styles import without_quantization
 from mla_convert.errors import CheckpointError
+from mla_convert.hub import local_folder
 from mla_convert.patches.apply import patch
+from mla_convert.paths import path_of
 from mla_convert.storage import own_sidecar
 
 
@@ -32,7 +34,7 @@ def load_original(
     stored_dtype: torch.dtype | None = None,
     **kwargs: Any,
 ) -> PreTrainedModel:
-    """The unpatched transformers model of a checkpoint folder, in evaluation mode.
+    """The unpatched transformers model of a checkpoint folder, in evaluation mode; a hub id stands for its snapshot.
 
     Plain Hugging Face folders go through ``from_pretrained``. Quantized weights and DeepSeek's native parts are read
     by this package: transformers misreads partial FP8 blocks on a CPU, keeps other codes packed, and does not know the
@@ -44,6 +46,7 @@ def load_original(
             own.
         kwargs: handed to ``from_pretrained``.
     """
+    source = local_folder(path_of(source, "SOURCE"))
     checkpoint = Checkpoint.open(source)
     with _loading(source):
         config = _config_for(checkpoint)

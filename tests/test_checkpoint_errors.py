@@ -336,7 +336,6 @@ def test_refused(make: Callable[[pathlib.Path], None], case: Case, tmp_path: pat
 @pytest.mark.parametrize(
     ("path", "words"),
     [
-        ("deepseek-ai/DeepSeek-V2-Lite", ("download it first", "hf download deepseek-ai/DeepSeek-V2-Lite")),
         ("nowhere", ("there is no folder nowhere",)),
         ("/nowhere/at/all", ("there is no folder /nowhere/at/all",)),
         ("./here/not", ("there is no folder here/not",)),

@@ -1,0 +1,298 @@
+"""A repository on the Hugging Face Hub as a folder whose files are read by ranges of bytes.
+
+:class:`HubPath` stands for a repository at a commit, or a file in it, and does what the readers of a checkpoint ask of
+a path. What is read is kept (:mod:`mla_convert.hub_ranges`); a file that the hub client's own cache has is read from
+there. All requests go through the hub client: its endpoint, token, offline mode and session are the caller's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import io
+import json
+import os
+import pathlib
+import re
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from mla_convert import hub_ranges
+from mla_convert.errors import CheckpointError
+
+if sys.platform == "win32":
+    _Path = pathlib.WindowsPath
+else:
+    _Path = pathlib.PosixPath
+
+_ID = re.compile(r"([\w][\w.-]*/[\w.-]+?)(?:@([\w][\w./-]*))?")
+_CONNECTIONS = 8
+#: The beginning of a file that is fetched at once, so that its header often needs no second request: so many bytes, and
+#: so small a part of the file.
+_BEGINNING, _SHARE = 1 << 17, 512
+
+
+class HubPath(_Path):
+    """``org/name@commit`` or ``org/name@commit/file``: a folder or file that is read, and never written."""
+
+    @property
+    def repo_id(self) -> str:
+        """The repository, ``org/name``."""
+        return f"{self.parts[0]}/{self.parts[1].partition('@')[0]}"
+
+    @property
+    def commit(self) -> str:
+        """The commit, forty hexadecimal digits."""
+        return self.parts[1].partition("@")[2]
+
+    @property
+    def inside(self) -> str:
+        """The file's name in the repository; empty for the repository itself."""
+        return "/".join(self.parts[2:])
+
+    def iterdir(self) -> Iterator[HubPath]:  # type: ignore[override]
+        """The files at the top of the repository."""
+        return (self / name for name in _listing(self.repo_id, self.commit) if "/" not in name)
+
+    def exists(self, *, follow_symlinks: bool = True) -> bool:
+        """Whether the repository has it."""
+        return not self.inside or self.is_file()
+
+    def is_dir(self, **_: Any) -> bool:
+        """Whether this is the repository itself."""
+        return not self.inside
+
+    def is_file(self, **_: Any) -> bool:
+        """Whether the repository has the file."""
+        return self.inside in _listing(self.repo_id, self.commit)
+
+    def is_symlink(self) -> bool:
+        """Never: a repository has no links."""
+        return False
+
+    def resolve(self, strict: bool = False) -> HubPath:
+        """The path itself."""
+        return self
+
+    def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
+        """Size of the file; files of a commit never change, so that all are of one time."""
+        size = _listing(self.repo_id, self.commit).get(self.inside)
+        if size is None:
+            raise FileNotFoundError(errno.ENOENT, "no such file in the repository", str(self))
+        return os.stat_result((0o100444, 0, 0, 0, 0, 0, size, 0, 0, 0), {"st_mtime_ns": 0})
+
+    def open(self, mode: str = "r", buffering: int = -1, *_: Any, **__: Any) -> Any:
+        """The file as a raw stream of bytes: what is not read is not fetched."""
+        local = self.cached()
+        return _Stream(self) if local is None else local.open("rb", buffering)
+
+    def read_bytes(self) -> bytes:
+        """The whole file, through the hub client's own cache."""
+        from huggingface_hub import hf_hub_download
+
+        with hub_errors(self.repo_id):
+            return pathlib.Path(hf_hub_download(self.repo_id, self.inside, revision=self.commit)).read_bytes()
+
+    def cached(self) -> pathlib.Path | None:
+        """The whole file in the hub client's cache, if it is there."""
+        return _in_cache(self.repo_id, self.inside, self.commit)
+
+    def span(self, start: int, nbytes: int) -> bytes | memoryview:
+        """Some bytes of the file."""
+        with hub_errors(self.repo_id):
+            return hub_ranges.span(self.repo_id, self.commit, self.inside, start, nbytes, self.stat().st_size)
+
+
+class _Stream(io.RawIOBase):
+    """A file of a repository, read from wherever it was set to."""
+
+    def __init__(self, path: HubPath) -> None:
+        self._path, self._place, self._size = path, 0, path.stat().st_size
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._place = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._place, io.SEEK_END: self._size}[whence]
+        return self._place
+
+    def tell(self) -> int:
+        return self._place
+
+    def readinto(self, buffer: Any) -> int:
+        count = max(0, min(len(buffer), self._size - self._place))
+        if count:
+            buffer[:count] = self._path.span(self._place, count)
+        self._place += count
+        return count
+
+
+def is_hub_id(text: str) -> bool:
+    """Whether a text has the form of ``org/name`` or ``org/name@revision``."""
+    return _ID.fullmatch(text) is not None and not text.startswith(".")
+
+
+def open_repository(text: str) -> HubPath:
+    """The repository ``org/name[@revision]`` at the commit that the revision stands for now.
+
+    Where the hub cannot be asked (offline mode, or no connection), the last one that was read or downloaded.
+    CheckpointError where there is no such repository or revision, it may not be read, or cannot be reached.
+    """
+    from huggingface_hub import HfApi, is_offline_mode
+
+    repo_id, revision = split_id(text)
+    with hub_errors(repo_id, revision, text=text):
+        if is_offline_mode():
+            return _known(repo_id, revision, "the hub client is offline (HF_HUB_OFFLINE)")
+        try:
+            info = hub_ranges.patiently(lambda: HfApi().model_info(repo_id, revision=revision, files_metadata=True))
+        except hub_ranges.connection_errors() as error:
+            if not hub_ranges.passes(error):
+                raise
+            return _known(repo_id, revision, f"the hub cannot be reached ({hub_ranges.reason(error)})")
+        files = {file.rfilename: int(file.size or 0) for file in info.siblings or ()}
+        commit = str(info.sha)
+        hub_ranges.remember(repo_id, revision, commit, files)
+    return HubPath(f"{repo_id}@{commit}")
+
+
+def split_id(text: str) -> tuple[str, str]:
+    """Repository and revision, ``main`` where none is given."""
+    match = _ID.fullmatch(text)
+    assert match is not None
+    return match[1], match[2] or "main"
+
+
+def _known(repo_id: str, revision: str, why: str) -> HubPath:
+    """What was read before; CheckpointError with ``why`` where nothing was."""
+    commit = hub_ranges.remembered(repo_id, revision)
+    if commit is None:
+        config = _in_cache(repo_id, "config.json", revision)
+        commit = config.parent.name if config is not None else None
+    if commit is None:
+        raise CheckpointError(
+            f"there is no folder {repo_id}, and {why}, and nothing of {repo_id} at {revision} was read before; go "
+            f"online, or give the folder of a copy: hf download {repo_id} --revision {revision}"
+        )
+    return HubPath(f"{repo_id}@{commit}")
+
+
+@functools.lru_cache(maxsize=64)
+def _listing(repo_id: str, commit: str) -> dict[str, int]:
+    """Every file of a commit with its size, as the hub or the hub client's cache has it."""
+    listed = hub_ranges.listing(repo_id, commit)
+    if listed is not None:
+        return listed
+    config = _in_cache(repo_id, "config.json", commit)
+    if config is None:
+        return {}
+    files = (file for file in config.parent.rglob("*") if file.is_file())
+    return {file.relative_to(config.parent).as_posix(): file.stat().st_size for file in files}
+
+
+def _in_cache(repo_id: str, name: str, revision: str) -> pathlib.Path | None:
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    found = try_to_load_from_cache(repo_id, name, cache_dir=constants.HF_HUB_CACHE, revision=revision)
+    return pathlib.Path(found) if isinstance(found, str) else None
+
+
+def prefetch_beginnings(files: list[pathlib.Path]) -> None:
+    """Fetch the beginnings of files of a repository, several at once; nothing for files on disk."""
+    remote = [file for file in files if isinstance(file, HubPath) and file.is_file() and file.cached() is None]
+    with ThreadPoolExecutor(_CONNECTIONS) as pool:
+        for fetched in [pool.submit(_beginning, file) for file in remote]:
+            fetched.result()
+
+
+def _beginning(file: HubPath) -> None:
+    size = file.stat().st_size
+    file.span(0, max(min(8, size), min(_BEGINNING, size // _SHARE)))
+
+
+def local_folder(source: pathlib.Path) -> pathlib.Path:
+    """A folder that holds the whole checkpoint: ``source``, or a hub id's whole snapshot in the hub client's cache.
+
+    CheckpointError for a hub id without one, with the command that downloads it.
+    """
+    text = source.as_posix()
+    if os.path.lexists(source) or not is_hub_id(text):
+        return source
+    repo_id, revision = split_id(text)
+    config = _in_cache(repo_id, "config.json", revision)
+    if config is not None and _is_whole(config.parent):
+        return config.parent
+    option = "" if revision == "main" else f" --revision {revision}"
+    raise CheckpointError(
+        f"there is no folder {text}, and no whole copy of a hub repository of that name in {_cache()}; the whole model "
+        f"is needed here, so download it first: hf download {repo_id}{option}"
+    )
+
+
+def _is_whole(folder: pathlib.Path) -> bool:
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        return any(folder.glob("*.safetensors"))
+    try:
+        names = set(json.loads(index.read_text("utf-8"))["weight_map"].values())
+    except (ValueError, KeyError, AttributeError):
+        return True  # the reader says what is wrong with it
+    return all((folder / str(name)).is_file() for name in names)
+
+
+def _cache() -> str:
+    from huggingface_hub import constants
+
+    return str(constants.HF_HUB_CACHE)
+
+
+@contextlib.contextmanager
+def hub_errors(repo_id: str, revision: str = "main", *, text: str = "") -> Iterator[None]:
+    """Whatever the hub client raises, as one CheckpointError that says what to do."""
+    from huggingface_hub import errors
+
+    try:
+        yield
+    except errors.GatedRepoError as error:
+        raise CheckpointError(
+            f"{repo_id} is on the hub, and may not be read without leave: accept its conditions on its page, and log "
+            "in with `hf auth login` or set HF_TOKEN"
+        ) from error
+    except errors.RepositoryNotFoundError as error:
+        raise CheckpointError(
+            f"there is no folder {text or repo_id}, and no repository {repo_id} on the hub that may be read; check the "
+            "name, or, where it is private, log in with `hf auth login`"
+        ) from error
+    except errors.RevisionNotFoundError as error:
+        raise CheckpointError(
+            f"{repo_id} on the hub has no revision {revision!r}; give a branch, a tag or a whole commit after the @"
+        ) from error
+    except (errors.OfflineModeIsEnabled, errors.LocalEntryNotFoundError) as error:
+        raise CheckpointError(
+            f"a part of {repo_id} that is needed was not read before, and the hub cannot be asked now "
+            f"({hub_ranges.reason(error)}); go online (HF_HUB_OFFLINE=0) and run this again"
+        ) from error
+    except errors.EntryNotFoundError as error:
+        raise CheckpointError(f"{repo_id} on the hub lacks a file ({hub_ranges.reason(error)})") from error
+    except errors.HFValidationError as error:
+        raise CheckpointError(
+            f"there is no folder {text or repo_id}, and it is no hub id ({hub_ranges.reason(error)})"
+        ) from error
+    except hub_ranges.connection_errors() as error:
+        raise CheckpointError(
+            f"{repo_id} cannot be read from the hub ({hub_ranges.reason(error)}); what was read so far is kept: try "
+            "again later"
+        ) from error
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        raise CheckpointError(
+            f"the disk is full that what is read of {repo_id} is kept on ({hub_ranges.folder(repo_id)}); free some "
+            "space, or set HF_HOME to a folder on another disk"
+        ) from error

@@ -1,0 +1,196 @@
+"""Ranges of bytes of files on the hub: fetched with patience, and kept.
+
+They are kept where the hub client keeps what libraries cache (``HF_ASSETS_CACHE``), in a folder for each repository
+and commit: ``file/start-bytes`` for each range, ``.part`` while it is incomplete, and what files there are. A range
+that stands within one that is kept is not fetched again, and an incomplete one is gone on with.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import pathlib
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from mla_convert.errors import CheckpointError
+
+_T = TypeVar("_T")
+_TRIES = 6
+#: Seconds before the second attempt; twice as many before each further one, up to the second number.
+WAIT, LONGEST_WAIT = 1.0, 8.0
+_BUSY = (408, 429, 500, 502, 503, 504)
+
+
+def folder(repo_id: str, commit: str = "") -> pathlib.Path:
+    """Where ranges of a repository are kept, made if it is not there."""
+    from huggingface_hub import cached_assets_path, constants
+
+    name = repo_id.replace("/", "--")
+    where = cached_assets_path("mla_convert", name, commit or "refs", assets_dir=constants.HF_ASSETS_CACHE)
+    return pathlib.Path(where)
+
+
+def span(repo_id: str, commit: str, name: str, start: int, nbytes: int, size: int) -> bytes:
+    """``nbytes`` bytes of a file of ``size``, from ``start`` on; from what is kept, or fetched and then kept."""
+    kept = folder(repo_id, commit) / name
+    kept.mkdir(parents=True, exist_ok=True)
+    found, pieces = start, []
+    while found < start + nbytes:
+        held = _holding(kept, found)
+        if held is None:
+            break
+        file, first, last = held
+        upto = min(last, start + nbytes)
+        with file.open("rb") as stream:
+            stream.seek(found - first)
+            pieces.append(stream.read(upto - found))
+        found = upto
+    if found < start + nbytes:
+        file = kept / f"{found}-{start + nbytes - found}"
+        _fetch(repo_id, commit, name, file, found, start + nbytes - found, size)
+        pieces.append(file.read_bytes())
+    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+
+def _holding(kept: pathlib.Path, place: int) -> tuple[pathlib.Path, int, int] | None:
+    """A kept range that has the byte at ``place``: its file, its first byte, and the first one after it."""
+    for file in kept.iterdir():
+        first, _, count = file.name.partition("-")
+        if first.isdigit() and count.isdigit() and int(first) <= place < int(first) + int(count):
+            return file, int(first), int(first) + int(count)
+    return None
+
+
+def _fetch(repo_id: str, commit: str, name: str, file: pathlib.Path, start: int, nbytes: int, size: int) -> None:
+    part = file.with_name(file.name + ".part")
+    with _client().WeakFileLock(file.with_name(file.name + ".lock")):
+        if file.exists():  # another process was faster
+            return
+        attempt = done = 0
+        while True:
+            try:
+                _go_on(repo_id, commit, name, part, start, nbytes, size)
+                break
+            except connection_errors() as error:
+                # Only attempts that bring nothing are counted.
+                attempt, done = (0, here) if (here := part.stat().st_size) > done else (attempt + 1, done)
+                if attempt == _TRIES or not passes(error):
+                    raise
+                _wait(attempt)
+        os.replace(part, file)
+
+
+def _go_on(repo_id: str, commit: str, name: str, part: pathlib.Path, start: int, nbytes: int, size: int) -> None:
+    """One attempt at what is missing of a range; ConnectionError where it ends early."""
+    from huggingface_hub import constants, hf_hub_url
+
+    client = _client()
+    with part.open("ab") as stream:
+        done = stream.tell()
+        if done > nbytes:
+            stream.truncate(0)
+            done = 0
+        if done == nbytes:
+            return
+        headers = client.build_hf_headers() | {
+            "Range": f"bytes={start + done}-{start + nbytes - 1}",
+            "Accept-Encoding": "identity",
+        }
+        url = hf_hub_url(repo_id, name, revision=commit)
+        request = client.http_stream_backoff(
+            "GET", url, headers=headers, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT, max_retries=0
+        )
+        with request as response:
+            client.hf_raise_for_status(response)
+            _check_answer(response, f"{repo_id}/{name}", start + done, size)
+            for chunk in response.iter_bytes():  # as it comes, so that nothing is lost where it breaks off
+                stream.write(chunk[: nbytes - done])
+                done += len(chunk)
+    if done < nbytes:
+        raise ConnectionError(f"{repo_id}/{name} came {nbytes - done} bytes short")
+
+
+def _client() -> Any:
+    """The hub client's own tools for requests, which other libraries use too."""
+    return importlib.import_module("huggingface_hub.utils")
+
+
+def _check_answer(response: Any, file: str, start: int, size: int) -> None:
+    said = response.headers.get("Content-Range", "")
+    if response.status_code != 206 or not said.startswith(f"bytes {start}-"):
+        raise CheckpointError(
+            f"the server answered a request for a part of {file} with something else (status {response.status_code}, "
+            f"Content-Range {said!r}), so that it would have to be read whole; download it: hf download"
+        )
+    total = said.rpartition("/")[2]
+    if total.isdigit() and int(total) != size:
+        raise CheckpointError(f"{file} has {total} bytes on the server, and {size} in the repository's list; try again")
+
+
+def connection_errors() -> tuple[type[BaseException], ...]:
+    """What the hub client raises where the server or the way to it is at fault."""
+    from huggingface_hub import errors
+
+    # The base class of the client's HTTP library, whichever that is in this version.
+    return errors.HfHubHTTPError, errors.HfHubHTTPError.__mro__[1], ConnectionError, TimeoutError
+
+
+def passes(error: BaseException) -> bool:
+    """Whether trying again may help: everything but a definite answer of the server, and the offline mode."""
+    from huggingface_hub import errors
+
+    if isinstance(error, errors.OfflineModeIsEnabled):
+        return False
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    return status is None or status in _BUSY
+
+
+def patiently(ask: Callable[[], _T]) -> _T:
+    """What ``ask`` gives, tried again while the server is busy or drops the connection."""
+    for attempt in range(_TRIES - 1):
+        try:
+            return ask()
+        except connection_errors() as error:
+            if not passes(error):
+                raise
+            _wait(attempt)
+    return ask()
+
+
+def _wait(attempt: int) -> None:
+    time.sleep(min(WAIT * 2**attempt, LONGEST_WAIT))
+
+
+def reason(error: BaseException) -> str:
+    """The first line of what an error says."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0][:200] if lines else type(error).__name__
+
+
+def remember(repo_id: str, revision: str, commit: str, files: Mapping[str, int]) -> None:
+    """Keep which commit a revision stood for, and which files that has."""
+    _write(folder(repo_id, commit) / "listing.json", json.dumps(dict(files)))
+    _write(folder(repo_id) / revision.replace("/", "--"), commit)
+
+
+def remembered(repo_id: str, revision: str) -> str | None:
+    """The commit that a revision, or a commit itself, stood for when it was last asked for."""
+    file = folder(repo_id) / revision.replace("/", "--")
+    return file.read_text("utf-8") if file.is_file() else None
+
+
+def listing(repo_id: str, commit: str) -> dict[str, int] | None:
+    """The files of a commit with their sizes, if it was asked for before."""
+    file = folder(repo_id, commit) / "listing.json"
+    return json.loads(file.read_text("utf-8")) if file.is_file() else None
+
+
+def _write(file: pathlib.Path, text: str) -> None:
+    """Write a small file so that it is whole or not there."""
+    beside = file.with_name(f".{uuid.uuid4().hex}")
+    beside.write_text(text, "utf-8")
+    os.replace(beside, file)

@@ -1,0 +1,263 @@
+"""A checkpoint on the hub: read by ranges, patiently and once, from a server on this machine; and what goes wrong."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import pathlib
+import pickle
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import huggingface_hub
+import pytest
+from hub_server import COMMIT, Hub, serve
+from huggingface_hub import constants
+
+from mla_convert import hub as hub_module
+from mla_convert import hub_ranges
+from mla_convert.checkpoint import Checkpoint
+from mla_convert.conversion import convert
+from mla_convert.errors import CheckpointError
+from mla_convert.hub import local_folder
+
+NAME = "org/example"
+
+
+def turn_to(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set the endpoint as HF_ENDPOINT sets it when the hub client is imported."""
+    monkeypatch.setattr(constants, "ENDPOINT", url)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
+
+
+@pytest.fixture
+def hub(example_path: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """A server with the example, the hub client turned to it, and empty caches."""
+    source = tmp_path / "served"
+    shutil.copytree(example_path, source, ignore=shutil.ignore_patterns("__pycache__"))
+    with serve(example=source) as server:
+        turn_to(server.url, monkeypatch)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+        monkeypatch.setattr(constants, "HF_ASSETS_CACHE", str(tmp_path / "assets"))
+        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.delenv("HF_TOKEN", raising=False)
+        monkeypatch.setattr(hub_ranges, "WAIT", 0.001)
+        monkeypatch.chdir(tmp_path)
+        huggingface_hub.close_session()
+        hub_module._listing.cache_clear()
+        yield server
+        huggingface_hub.close_session()
+        hub_module._listing.cache_clear()
+
+
+def needed_bytes(folder: pathlib.Path, names: set[str]) -> int:
+    """What has to be read: config and index, the headers of all shards, and the tensors."""
+    checkpoint = Checkpoint.open(folder)
+    shards = list(folder.glob("*.safetensors"))
+    headers = sum(8 + int.from_bytes(shard.read_bytes()[:8], "little") for shard in shards)
+    texts = sum((folder / name).stat().st_size for name in ("config.json", "model.safetensors.index.json"))
+    return headers + texts + sum(map(checkpoint.stored_bytes, names))
+
+
+def assert_same_files(a: pathlib.Path, b: pathlib.Path) -> None:
+    names = sorted(file.name for file in a.iterdir())
+    assert names == sorted(file.name for file in b.iterdir()) and names
+    for name in names:
+        assert (a / name).read_bytes() == (b / name).read_bytes(), name
+
+
+@pytest.mark.parametrize("form", ["factored", "fused"])
+def test_the_same_bytes_and_not_many_more_than_needed(hub: Hub, tmp_path: pathlib.Path, form: str) -> None:
+    served = hub.repositories[NAME]
+    report = convert(NAME, tmp_path / "out", form=form)
+    convert(served, tmp_path / "local", form=form)
+    assert_same_files(tmp_path / "out", tmp_path / "local")
+    assert report.source == f"{NAME}@{COMMIT}"
+    names = {name for layer in report_sources(tmp_path / "out") for name in layer}
+    assert sum(hub.sent.values()) <= 1.1 * needed_bytes(served, names)
+    assert hub.sent_weights() < sum(file.stat().st_size for file in served.glob("*.safetensors"))
+
+
+def report_sources(out: pathlib.Path) -> list[list[str]]:
+    return [layer["sources"] for layer in json.loads((out / "mla_manifest.json").read_text())["layers"]]
+
+
+FAULTS: dict[str, list[str | int]] = {
+    "drops": ["drop", "drop", "drop"],
+    "busy": [429, 503, 500, 503, 502],
+    "truncates": ["truncate"] * 20,
+    "everything": ["drop", 503, "truncate", 429, "truncate", "drop", 503, "truncate"] * 2,
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_bad_connection(hub: Hub, tmp_path: pathlib.Path, name: str) -> None:
+    """What arrived of a range that broke off is not asked for again."""
+    hub.faults, hub.api_faults = list(FAULTS[name]), [503, "drop", 429]
+    convert(NAME, tmp_path / "out", workers=1)
+    assert not hub.faults and not hub.api_faults
+    served = hub.repositories[NAME]
+    convert(served, tmp_path / "local")
+    assert_same_files(tmp_path / "out", tmp_path / "local")
+    names = {name for layer in report_sources(tmp_path / "out") for name in layer}
+    assert sum(hub.sent.values()) <= 1.1 * needed_bytes(served, names)
+
+
+def test_nothing_is_read_twice(hub: Hub, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    convert(NAME, tmp_path / "a")
+    sent = hub.sent_weights()
+    convert(f"{NAME}@{COMMIT}", tmp_path / "b")
+    assert hub.sent_weights() == sent
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    huggingface_hub.close_session()
+    hub_module._listing.cache_clear()
+    before = hub.requests
+    for number, revision in enumerate(("", "@main", f"@{COMMIT}")):
+        convert(NAME + revision, tmp_path / f"offline-{number}")
+        assert_same_files(tmp_path / "a", tmp_path / f"offline-{number}")
+    assert hub.requests == before
+    with pytest.raises(CheckpointError, match="a part of org/example .* was not read before.*HF_HUB_OFFLINE=0"):
+        convert(NAME, tmp_path / "more", form="fused")
+    with pytest.raises(CheckpointError, match=r"offline .*nothing of org/other at main.*hf download org/other"):
+        Checkpoint.open("org/other")
+
+
+def test_without_a_connection_what_was_read_is_enough(
+    hub: Hub, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    convert(NAME, tmp_path / "a")
+    turn_to("http://127.0.0.1:9", monkeypatch)  # nobody listens there
+    convert(NAME, tmp_path / "b")
+    assert_same_files(tmp_path / "a", tmp_path / "b")
+    with pytest.raises(CheckpointError, match="the hub cannot be reached"):
+        Checkpoint.open("org/other")
+
+
+def test_a_range_that_a_killed_run_left_is_gone_on_with(hub: Hub, tmp_path: pathlib.Path) -> None:
+    checkpoint = Checkpoint.open(NAME)
+    kv_b = checkpoint.layers[0].kv_b
+    expected = Checkpoint.open(hub.repositories[NAME]).read(kv_b)
+    piece = checkpoint._tensors[kv_b].pieces[0]
+    kept = hub_ranges.folder(NAME, COMMIT) / piece.file.name
+    whole = (hub.repositories[NAME] / piece.file.name).read_bytes()[piece.start : piece.start + piece.nbytes]
+    (kept / f"{piece.start}-{piece.nbytes}.part").write_bytes(whole[:1000])
+    hub.ranges.clear()
+    assert checkpoint.read(kv_b).equal(expected)
+    assert hub.ranges == [(piece.file.name, piece.start + 1000, piece.nbytes - 1000)]
+    assert pickle.loads(pickle.dumps(checkpoint)).read(kv_b).equal(expected)
+
+
+def test_a_snapshot_in_the_client_s_cache(hub: Hub, tmp_path: pathlib.Path, invoke: Callable[..., Any]) -> None:
+    """convert reads it instead of the hub; verify and load need it."""
+    with pytest.raises(CheckpointError, match=r"no whole copy .*download it first: hf download org/example$"):
+        local_folder(pathlib.Path(NAME))
+    result = invoke("verify", f"{NAME}@v2")
+    assert (result.exit_code, result.stdout) == (2, "") and result.stderr.count("\n") == 1
+    assert "hf download org/example --revision v2" in result.stderr
+    result = invoke("bench", NAME)
+    assert result.exit_code == 2 and "download it first" in result.stderr
+    convert(NAME, tmp_path / "ranges")
+    huggingface_hub.snapshot_download(NAME)
+    sent = hub.sent_weights()
+    shutil.rmtree(tmp_path / "assets")
+    hub_module._listing.cache_clear()
+    convert(NAME, tmp_path / "snapshot")
+    assert hub.sent_weights() == sent
+    assert_same_files(tmp_path / "ranges", tmp_path / "snapshot")
+    folder = local_folder(pathlib.Path(NAME))
+    assert folder.name == COMMIT and Checkpoint.open(folder).layout == "sharded"
+    (folder / "model-00002-of-00003.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="download it first"):
+        local_folder(pathlib.Path(NAME))
+
+
+def test_a_folder_wins(hub: Hub, tmp_path: pathlib.Path) -> None:
+    shutil.copytree(hub.repositories[NAME], tmp_path / "org/example")
+    assert isinstance(Checkpoint.open(NAME).path, type(pathlib.Path()))
+    assert hub.requests == 0 and local_folder(pathlib.Path(NAME)) == pathlib.Path(NAME)
+
+
+@pytest.mark.slow
+def test_the_environment(hub: Hub, tmp_path: pathlib.Path) -> None:
+    """HF_ENDPOINT, HF_HOME, HF_TOKEN and HF_HUB_OFFLINE, as the hub client takes them, in a process of its own."""
+    hub.token = "hf_secret"
+    given = os.environ | {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_TOKEN": "hf_secret"}
+    program = [sys.executable, "-m", "mla_convert", "convert", NAME]
+    first = subprocess.run([*program, "out"], env=given, cwd=tmp_path, capture_output=True, text=True)
+    assert first.returncode == 0, first.stderr
+    assert any((tmp_path / "home" / "assets").rglob("*-*")) and (tmp_path / "home" / "hub").is_dir()
+    before = hub.requests
+    given |= {"HF_HUB_OFFLINE": "1"}
+    again = subprocess.run([*program, "again"], env=given, cwd=tmp_path, capture_output=True, text=True)
+    assert again.returncode == 0 and hub.requests == before
+    assert_same_files(tmp_path / "out", tmp_path / "again")
+
+
+ERRORS: dict[str, tuple[str, Callable[[Hub], object], tuple[str, ...]]] = {
+    "a typo": (
+        "org/exmaple",
+        lambda hub: None,
+        ("there is no folder org/exmaple, and no repository", "check the name"),
+    ),
+    "gated": (NAME, lambda hub: setattr(hub, "token", "x"), ("accept its conditions", "hf auth login", "HF_TOKEN")),
+    "no such revision": (f"{NAME}@v9", lambda hub: None, ("has no revision 'v9'", "branch, a tag or a whole commit")),
+    "always busy": (NAME, lambda hub: hub.api_faults.extend([503] * 9), ("the hub cannot be reached (", "503")),
+    "broken off for good": (
+        NAME,
+        lambda hub: hub.faults.extend([503] * 99),
+        ("cannot be read from the hub", "what was read so far is kept"),
+    ),
+    "ranges ignored": (NAME, lambda hub: hub.faults.append("whole"), ("status 200", "would have to be read whole")),
+    "no config": (
+        NAME,
+        lambda hub: (hub.repositories[NAME] / "config.json").unlink(),
+        ("org/example@0123456789abcdef0123456789abcdef01234567 has no config.json",),
+    ),
+    "a missing shard": (
+        NAME,
+        lambda hub: (hub.repositories[NAME] / "model-00002-of-00003.safetensors").unlink(),
+        ("lacks model-00002-of-00003.safetensors",),
+    ),
+    "GGUF alone": (
+        NAME,
+        lambda hub: [
+            file.rename(file.with_suffix(".gguf")) if file.suffix == ".safetensors" else file.unlink()
+            for file in hub.repositories[NAME].iterdir()
+        ],
+        ("holds GGUF files", "base_model"),
+    ),
+    "cut short": (
+        NAME,
+        lambda hub: os.truncate(hub.repositories[NAME] / "model-00002-of-00003.safetensors", 50_000),
+        ("model-00002-of-00003.safetensors is cut short: 50000 bytes",),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_one_clear_error(hub: Hub, tmp_path: pathlib.Path, invoke: Callable[..., Any], name: str) -> None:
+    source, spoil, words = ERRORS[name]
+    spoil(hub)
+    result = invoke("convert", source, tmp_path / "out")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
+    for word in words:
+        assert word in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_full_disk(
+    hub: Hub, tmp_path: pathlib.Path, invoke: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(hub_ranges, "_go_on", full)
+    result = invoke("convert", NAME, tmp_path / "out")
+    assert result.exit_code == 2 and "the disk is full" in result.stderr and "HF_HOME" in result.stderr
+    assert result.stderr.count("\n") == 1
