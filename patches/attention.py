@@ -23,7 +23,15 @@ from mla_convert.kernels.tracing import being_traced
 from mla_convert.patches.cache import adopt
 from mla_convert.patches.call import Call
 from mla_convert.patches.layer import AbsorbedLayer, Seen, layer_of, wants_gradients
-from mla_convert.patches.masks import additive, as_bool, causal, representable, restricted, visibility
+from mla_convert.patches.masks import (
+    additive,
+    as_bool,
+    causal,
+    representable,
+    restricted,
+    visibility,
+    without_empty_end,
+)
 from mla_convert.patches.selection import fold, selected
 
 logger = logging.getLogger(__name__)
@@ -98,12 +106,14 @@ def latent_attention(
     the original gave any.
     """
     layer = layer_of(module)
+    call = None if layer is None else layer.slot.get()
+    if call is not None and call.expands_capacity and original in _SDPA_MASKED and kwargs.get("indices") is None:
+        key, value, attention_mask = without_empty_end(key, value, attention_mask, query.shape[2])
     run = functools.partial(
         _run_original, original, module, query, mask=attention_mask, scaling=scaling, dropout=dropout, kwargs=kwargs
     )
     if layer is None:  # another model, unpatched, that shares its config with a patched one
         return run(key, value)
-    call = layer.slot.get()
     if call is None or not call.absorbed:
         return run(*_expand(module, key, value), selection=None if call is None else call.selection)
     if unknown := sorted(k for k, v in kwargs.items() if v is not None and k not in HARMLESS | USED):
@@ -239,7 +249,7 @@ def _cheaper_absorbed(module: nn.Module, layer: AbsorbedLayer, q_len: int, cache
     kv_len, mask = q_len, given.get("attention_mask")
     if isinstance(mask, Tensor) and mask.dim() == 4:
         kv_len = mask.shape[-1]
-    elif cache is not None and q_len > 1:
+    elif cache is not None and q_len > 1 and not (mask is None and getattr(cache, "is_compileable", False)):
         kv_len = cache.get_mask_sizes(q_len, module.layer_idx)[0]
     cheaper = layer.prefers_absorbed(q_len, kv_len, selected(module, given))
     return cheaper and representable(mask, layer.geometry.num_heads)

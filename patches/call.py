@@ -30,6 +30,11 @@ class Call:
     q_latent: torch.Tensor | None = None
     selection: torch.Tensor | None = None
 
+    @property
+    def expands_capacity(self) -> bool:
+        """Whether all that the cache can hold would be expanded, filled or not."""
+        return self.capacity and not self.absorbed and self.selection is None
+
 
 class CallSlot:
     """The present call of one module in this thread; copies and pickles are empty."""

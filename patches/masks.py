@@ -107,6 +107,25 @@ def causal(q_len: int, kv_len: int, device: torch.device) -> torch.Tensor:
     return (ones if q_len == 1 else ones.tril())[None, None]
 
 
+def without_empty_end(
+    key: torch.Tensor, value: torch.Tensor, mask: Any, q_len: int
+) -> tuple[torch.Tensor, torch.Tensor, Any]:
+    """``key`` and ``value`` [B,1,T,·] of a cache that hands out its capacity, up to where the S tokens may see.
+
+    Without a mask S positions count; a boolean mask is read where that costs no synchronisation.
+    """
+    kv_len = key.shape[2]
+    if mask is None:
+        stop = q_len if 1 < q_len < kv_len else kv_len
+        return key[:, :, :stop], value[:, :, :stop], None
+    boolean = isinstance(mask, torch.Tensor) and mask.dim() == 4 and mask.dtype == torch.bool
+    if not boolean or mask.device.type != "cpu" or being_traced():
+        return key, value, mask
+    seen = mask.flatten(0, 2).any(dim=0).nonzero()
+    stop = int(seen[-1]) + 1 if len(seen) else kv_len
+    return key[:, :, :stop], value[:, :, :stop], mask[..., :stop]
+
+
 def additive(mask: torch.Tensor | None, query: torch.Tensor, kv_len: int) -> torch.Tensor | None:
     """``mask`` as numbers to add to the logits; causal from the upper left when there is none and S > 1."""
     q_len = query.shape[2]
