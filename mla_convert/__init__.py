@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from mla_convert.benchmark import bench as bench
     from mla_convert.conversion import convert as convert
     from mla_convert.geometry import MLAGeometry as MLAGeometry
+    from mla_convert.inspection import inspect_checkpoint as inspect_checkpoint
     from mla_convert.judgement import VerificationReport as VerificationReport
     from mla_convert.patches.apply import patch as patch
     from mla_convert.patches.apply import patched as patched
@@ -30,6 +31,7 @@ _LAZY = {
     "VerificationReport": "mla_convert.judgement",
     "bench": "mla_convert.benchmark",
     "convert": "mla_convert.conversion",
+    "inspect_checkpoint": "mla_convert.inspection",
     "load": "mla_convert.patches.loading",
     "patch": "mla_convert.patches.apply",
     "patched": "mla_convert.patches.apply",
@@ -45,6 +47,7 @@ __all__ = [
     "__version__",
     "bench",
     "convert",
+    "inspect_checkpoint",
     "load",
     "patch",
     "patched",

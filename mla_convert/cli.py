@@ -17,6 +17,7 @@ from mla_convert.units import format_bytes
 if TYPE_CHECKING:
     from mla_convert.conversion_report import ConversionReport
     from mla_convert.demo import DemoReport
+    from mla_convert.inspection import Inspection
     from mla_convert.judgement import VerificationReport
     from mla_convert.report import BenchmarkReport
 
@@ -85,7 +86,12 @@ class Codes(enum.StrEnum):
     int4 = "int4"
 
 
-Source = Annotated[str, typer.Argument(metavar="SOURCE", help="Folder of the checkpoint.", show_default=False)]
+Source = Annotated[
+    str,
+    typer.Argument(
+        metavar="SOURCE", help="Folder of the checkpoint, or org/name[@revision] on the hub.", show_default=False
+    ),
+]
 Out = Annotated[
     str,
     typer.Argument(metavar="OUT", help="Folder to write; SOURCE itself means SOURCE/mla_absorbed.", show_default=False),
@@ -125,6 +131,32 @@ def main(
     """
     ctx.obj = console.Verbosity.choose(quiet=quiet, verbose=verbose)
     console.set_up_logging(ctx.obj)
+
+
+@app.command()
+def inspect(ctx: typer.Context, source: Source, json: JsonTarget = None) -> None:
+    """Say what SOURCE is (a checkpoint, or what convert wrote), what can be converted, and what is wrong with it.
+
+    Exits with 1 where something is.
+    """
+    output = console.Output(ctx.obj, json)
+    from mla_convert.inspection import inspect_checkpoint
+
+    report = inspect_checkpoint(source)
+    _show_inspection(output, report)
+    output.json(report.to_dict())
+    if not report.sound:
+        raise typer.Exit(console.EXIT_CHECK_FAILED)
+
+
+def _show_inspection(output: console.Output, report: Inspection) -> None:
+    """What it is, the dimensions, each kind of tensor, and what is wrong."""
+    output.facts(report.facts())
+    if rows := report.dimension_rows():
+        output.table("Dimensions", ["layers", "D", "H", "Q", "C", "N", "R", "V"], rows)
+    if rows := report.kind_rows():
+        output.table("Attention tensors", ["", "shape", "stored as", "number", "size"], rows)
+    output.notes([*(f"problem: {each}" for each in report.problems), *report.notes])
 
 
 @app.command()

@@ -81,13 +81,13 @@ class Quantization:
             (_rank(target), number)
             for number, (targets, _) in enumerate(self.groups)
             for target in targets
-            if names(target, module)
+            if stands_for(target, module)
         ]
         return self.groups[min(fitting)[1]][1] if fitting else None
 
     def ignores(self, module: str) -> bool:
         """Whether the config lists the module among those left as they were."""
-        return any(names(pattern, module) for pattern in self.ignored)
+        return any(stands_for(pattern, module) for pattern in self.ignored)
 
 
 def _rank(target: str) -> int:
@@ -98,7 +98,7 @@ def _is_class(target: str) -> bool:
     return target[:1].isupper() and "." not in target
 
 
-def names(pattern: str, module: str) -> bool:
+def stands_for(pattern: str, module: str) -> bool:
     """Whether an entry of a config's list stands for a module."""
     if pattern.startswith("re:"):
         return _expression(pattern.removeprefix("re:")).match(module) is not None

@@ -24,6 +24,7 @@ from mla_convert.checkpoint import Checkpoint
 from mla_convert.conversion import convert
 from mla_convert.errors import CheckpointError
 from mla_convert.hub import local_folder
+from mla_convert.inspection import inspect_checkpoint
 
 NAME = "org/example"
 
@@ -261,3 +262,13 @@ def test_a_full_disk(
     result = invoke("convert", NAME, tmp_path / "out")
     assert result.exit_code == 2 and "the disk is full" in result.stderr and "HF_HOME" in result.stderr
     assert result.stderr.count("\n") == 1
+
+
+def test_inspect_reads_headers_alone(hub: Hub, invoke: Callable[..., Any]) -> None:
+    result = invoke("inspect", NAME, "--json", "-")
+    report = json.loads(result.stdout)
+    assert result.exit_code == 0 and report["path"] == f"{NAME}@{COMMIT}" and report["problems"] == []
+    local = inspect_checkpoint(hub.repositories[NAME])
+    assert report["source"] == json.loads(json.dumps(local.to_dict()["source"]))
+    headers = sum(8 + int.from_bytes(file.read_bytes()[:8], "little") for file in hub.repositories[NAME].glob("*-*"))
+    assert hub.sent_weights() == headers
