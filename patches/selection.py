@@ -43,7 +43,8 @@ def selected(module: nn.Module, given: dict[str, Any]) -> int | None:
     indexer = getattr(module, "indexer", None)
     if indexer is None:
         return None if earlier is None else int(earlier.shape[-1])
-    return int(indexer.index_topk)
+    # An indexer over pools adds the tokens of the last, incomplete one.
+    return int(indexer.index_topk) + int(getattr(indexer, "index_kpool", 1)) - 1
 
 
 class KeptSelection:

@@ -7,12 +7,18 @@ query are random too. Sparse attention chooses fewer tokens than the tests cache
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import transformers
 from models import YARN
-from transformers import CONFIG_MAPPING, PreTrainedModel
+from transformers import CONFIG_MAPPING, DynamicCache, PreTrainedModel
+
+#: A prefill, then one token and three at a time; more tokens than any indexer chooses and any window holds.
+SIZES = [9, 1, 1, 3, 1, 1]
+#: So many that fewer tokens are visible at first than an indexer chooses: the mask must hide some of those chosen.
+PADDING = 7
 
 VOCABULARY = 97
 _DENSE: dict[str, Any] = {
@@ -207,3 +213,25 @@ def make(model_type: str, *, attn: str | None = None, seed: int = 0, **changes: 
     model.set_experts_implementation("eager")  # the grouped products take no widths like these
     assert isinstance(model, PreTrainedModel)
     return model
+
+
+def tokens(batch: int = 2) -> torch.Tensor:
+    return torch.randint(3, 97, (batch, sum(SIZES)), generator=torch.Generator().manual_seed(5))
+
+
+def both(model: PreTrainedModel, cache: Callable[..., Any] = DynamicCache) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits of two whole sequences, and of the real tokens where the first one is padded at its left."""
+    ids, real = tokens(), torch.ones_like(tokens())
+    real[0, :PADDING] = 0
+    positions = (real.cumsum(dim=1) - 1).clamp(min=0)
+    whole, short = cache(config=model.config), cache(config=model.config)
+    outs, at = [], 0
+    for size in SIZES:
+        new = slice(at, at + size)
+        masked = {"attention_mask": real[:, : at + size], "position_ids": positions[:, new]}
+        a = model(ids[:, new], cache=whole, use_cache=True).logits
+        b = model(ids[:, new], cache=short, use_cache=True, **masked).logits
+        outs.append((a, b))
+        at += size
+    a, b = (torch.cat(part, dim=1) for part in zip(*outs, strict=True))
+    return a, b[real.bool()]

@@ -7,15 +7,15 @@ import importlib.resources
 import json
 import pathlib
 import re
-from collections.abc import Callable
 from typing import Any
 
 import family_models
 import pytest
 import torch
+from family_models import SIZES, both, tokens
 from models import relative
 from patching import BOUND, state_of
-from transformers import CONFIG_MAPPING, AutoModel, DynamicCache, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoModel, PreTrainedModel
 
 import mla_convert
 from mla_convert.absorption import reads
@@ -27,36 +27,10 @@ from mla_convert.patches.recognition import attention_modules
 from mla_convert.patches.weights import module_geometry
 from mla_convert.stages import counted_calls
 
-#: A prefill, then one token and three at a time; more tokens than any indexer chooses and any window holds.
-SIZES = [9, 1, 1, 3, 1, 1]
-PADDING = 4
-
 
 @functools.cache
 def model_of(model_type: str) -> PreTrainedModel:
     return family_models.make(model_type)
-
-
-def tokens(batch: int = 2) -> torch.Tensor:
-    return torch.randint(3, 97, (batch, sum(SIZES)), generator=torch.Generator().manual_seed(5))
-
-
-def both(model: PreTrainedModel, cache: Callable[..., Any] = DynamicCache) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits of two whole sequences, and of the real tokens where the first one is padded at its left."""
-    ids, real = tokens(), torch.ones_like(tokens())
-    real[0, :PADDING] = 0
-    positions = (real.cumsum(dim=1) - 1).clamp(min=0)
-    whole, short = cache(config=model.config), cache(config=model.config)
-    outs, at = [], 0
-    for size in SIZES:
-        new = slice(at, at + size)
-        masked = {"attention_mask": real[:, : at + size], "position_ids": positions[:, new]}
-        a = model(ids[:, new], cache=whole, use_cache=True).logits
-        b = model(ids[:, new], cache=short, use_cache=True, **masked).logits
-        outs.append((a, b))
-        at += size
-    a, b = (torch.cat(part, dim=1) for part in zip(*outs, strict=True))
-    return a, b[real.bool()]
 
 
 @functools.cache
