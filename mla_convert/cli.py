@@ -185,6 +185,13 @@ def convert(
             metavar="N|row", help="int4: 32 (default), 64 or 128 columns; fp8: 128 (blocks of 128x128, default) or row."
         ),
     ] = None,
+    calibrate: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Text on which codes are chosen and judged; loads and runs the model."),
+    ] = None,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Run the model on held-out text and report what the codes cost.")
+    ] = False,
     target: Annotated[
         Target, typer.Option(help="Absorbed weights alone, a whole model with them inside, or the same values anew.")
     ] = Target.sidecar,
@@ -214,9 +221,10 @@ def convert(
     forms = {"form": form, "qk": qk, "vo": vo}
     targets = {"target": target, "parts": parts, "link": link}
     codes = {"quantize": quantize, "qk_bits": qk_bits, "vo_bits": vo_bits, "group_size": group_size}
+    costs = {"calibrate": calibrate, "measure": measure}
     options = {"dtype": dtype, "workers": workers, "device": device, "resume": resume, "dry_run": dry_run}
     with output.progress("layers") as progress:
-        report = run(source, out, progress=progress, world=world, **forms, **codes, **targets, **options)  # type: ignore[arg-type]
+        report = run(source, out, progress=progress, world=world, **forms, **codes, **costs, **targets, **options)  # type: ignore[arg-type]
     if world.leads:
         _show_conversion(output, report)
     output.json(report.to_dict())
@@ -241,6 +249,9 @@ def _show_conversion(output: console.Output, report: ConversionReport) -> None:
     output.facts(facts)
     if report.tensors:
         output.table("Requantized weights, against their float32 numbers", *report.tensor_rows())
+    if report.quality is not None:
+        output.table(f"On held-out text: {report.quality.text}", *report.quality.rows())
+        output.table("On the original's hidden states", *report.quality.layer_rows())
     output.notes([*report.notes, f"nothing was written to {report.out}" if report.dry_run else f"wrote {report.out}"])
 
 

@@ -19,6 +19,11 @@ from mla_convert.schemes import Scheme
 Rounder = Callable[[int, str, Tensor, Scheme], tuple[Quantized, str]]
 
 
+def tag_of(rounder: Rounder) -> str:
+    """What the codes of a rounder depend on beside the source, for telling two runs apart."""
+    return str(getattr(rounder, "tag", "nearest"))
+
+
 def nearest(index: int, key: str, weight: Tensor, scheme: Scheme) -> tuple[Quantized, str]:
     """The rounder that takes the nearest code."""
     return quantize(weight, scheme), "nearest"

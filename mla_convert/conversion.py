@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 
 from mla_convert.checkpoint import Checkpoint
+from mla_convert.coding import Rounder, nearest
 from mla_convert.conversion_report import ConversionReport, make_report
 from mla_convert.destination import FOLDER, MANIFEST, check_space
 from mla_convert.errors import UsageError
@@ -19,7 +21,7 @@ from mla_convert.order import Order, order_layout, order_sidecar, order_standalo
 from mla_convert.paths import path_of
 from mla_convert.placing import check_link, place
 from mla_convert.ranks import World
-from mla_convert.recipe import check_options, parse_device, parse_dtype, parse_forms, plan_layers, refuse_recipe
+from mla_convert.recipe import SIDES, check_options, parse_device, parse_dtype, parse_forms, plan_layers, refuse_recipe
 from mla_convert.remains import reusable
 from mla_convert.run import Run
 from mla_convert.schemes import parse_schemes
@@ -41,7 +43,7 @@ def convert(
     qk_bits: int | None = None,
     vo_bits: int | None = None,
     group_size: int | str | None = None,
-    calibrate: None = None,
+    calibrate: str | os.PathLike[str] | None = None,
     target: str = "sidecar",
     parts: int | None = None,
     link: str = "auto",
@@ -50,6 +52,7 @@ def convert(
     device: str | torch.device = "cpu",
     progress: Callable[[int, int], None] | None = None,
     dry_run: bool = False,
+    measure: bool = False,
     max_shard_bytes: int | None = None,
     world: World | None = None,
 ) -> ConversionReport:
@@ -61,7 +64,11 @@ def convert(
     of the stored weights: ``source`` (of a quantized source: the config's), ``bfloat16``, ``float16`` or ``float32``.
     ``quantize`` codes both sides, in ``int8`` (a scale per row), ``fp8`` or ``int4``; ``qk_bits`` and ``vo_bits`` (4, 8
     or 16, which leaves it plain) override it for one side; ``group_size`` is 32, 64 or 128 columns for int4, and for
-    fp8 128 (blocks of 128×128) or ``row``.
+    fp8 128 (blocks of 128×128) or ``row``. Codes are the nearest ones, or, where ``calibrate`` names a file of text,
+    those that change least of what the model makes of it: the model is loaded and run over the text, of which one half
+    finds the codes of each weight and the other half judges whether they beat the nearest. ``measure``, which
+    ``calibrate`` implies, runs the model on held-out text afterwards (the source's ``held_out.txt``, or a text of this
+    package) and reports what the codes cost.
 
     ``target`` is what is written: ``sidecar``, the absorbed weights alone; ``standalone``, a whole folder that
     ``from_pretrained`` loads as it is, with the absorbed weights inside and the source's files linked or copied
@@ -80,9 +87,10 @@ def convert(
     :meth:`Checkpoint.open` raises for the source. Nothing that is there is changed or overwritten.
     """
     started = time.perf_counter()
-    if calibrate is not None:
-        raise UsageError(f"calibrate={calibrate!r}: this version rounds to the nearest code; leave it out")
-    qk_scheme, vo_scheme = parse_schemes(quantize, qk_bits, vo_bits, group_size)
+    schemes = dict(zip(SIDES, parse_schemes(quantize, qk_bits, vo_bits, group_size), strict=True))
+    coded = any(schemes.values())
+    if not coded and (measure or calibrate is not None):
+        raise UsageError("calibrate and measure are about quantized weights, and nothing is quantized: add quantize")
     check_options(target, parts, workers, max_shard_bytes)
     if target in ("hf", "native"):
         refuse_recipe(target, form=form, qk=qk, vo=vo, dtype=dtype, quantize=quantize, qk_bits=qk_bits, vo_bits=vo_bits)
@@ -93,8 +101,9 @@ def convert(
     if target in ("hf", "native"):
         order = order_layout(checkpoint, target, folder, parts=parts, max_shard_bytes=max_shard_bytes, dry_run=dry_run)
     else:
-        planned = plan_layers(checkpoint, wanted, stored_dtype, {"qk": qk_scheme, "vo": vo_scheme})
+        planned = plan_layers(checkpoint, wanted, stored_dtype, schemes)
         common: dict[str, Any] = {"device": where, "max_shard_bytes": max_shard_bytes, "dry_run": dry_run}
+        common["rounder"] = _rounder(checkpoint, calibrate)
         if target == "standalone":
             order = order_standalone(checkpoint, planned, folder, link=check_link(link), **common)
         else:
@@ -108,7 +117,22 @@ def convert(
             run.work(workers or default_workers(run.world.local_size), progress)
             manifest, files = _finish(run, order)
     seconds = time.perf_counter() - started
-    return make_report(order, manifest, files, notes=run.notes, seconds=seconds, dry_run=dry_run)
+    report = make_report(order, manifest, files, notes=run.notes, seconds=seconds, dry_run=dry_run)
+    if not coded or dry_run or not run.world.leads or not (measure or calibrate is not None):
+        return report
+    from mla_convert.quality import report_quality
+
+    quality = report_quality(checkpoint.path, order.goal.folder, (schemes["qk"], schemes["vo"]))
+    return dataclasses.replace(report, quality=quality)
+
+
+def _rounder(checkpoint: Checkpoint, text: str | os.PathLike[str] | None) -> Rounder:
+    if text is None:
+        return nearest
+    # Loading and running a model belongs to the rooms above this one, and only this needs it.
+    from mla_convert.calibration import Calibration
+
+    return Calibration(checkpoint, text)
 
 
 def _finish(run: Run, order: Order) -> tuple[Manifest | None, list[str]]:

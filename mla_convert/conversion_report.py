@@ -11,6 +11,7 @@ from mla_convert.destination import free_space
 from mla_convert.formats import plain
 from mla_convert.manifest import Manifest, StoredTensor, quantization_of
 from mla_convert.order import Order
+from mla_convert.quality_report import QualityReport
 from mla_convert.sidecar import dtype_of
 
 
@@ -59,7 +60,8 @@ class ConversionReport:
     data of the stored ones, and ``bytes_free`` what the disk of ``out`` has left. ``largest_error`` is the largest
     rounding error of any tensor, relative to its largest magnitude, and ``largest_error_tensor`` that tensor's name; 0
     and None where every tensor is an exact slice, and None and None for a dry run. ``quantization`` is in
-    compressed-tensors' terms, and ``tensors`` has the figures of every coded weight.
+    compressed-tensors' terms, and ``tensors`` has the figures of every coded weight; ``quality`` says what
+    they cost on held-out text, where the model was run.
     """
 
     source: str
@@ -80,6 +82,7 @@ class ConversionReport:
     dry_run: bool = False
     quantization: dict[str, Any] | None = None
     tensors: tuple[TensorReport, ...] = ()
+    quality: QualityReport | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""

@@ -12,6 +12,7 @@ import torch
 
 from mla_convert import export
 from mla_convert.checkpoint import Checkpoint
+from mla_convert.coding import Rounder, nearest
 from mla_convert.destination import CARD, CONFIG, FOLDER, INDEX, MANIFEST, Goal, destination
 from mla_convert.errors import UsageError
 from mla_convert.manifest import Manifest
@@ -99,12 +100,13 @@ def order_sidecar(
     device: torch.device,
     max_shard_bytes: int | None,
     dry_run: bool,
+    rounder: Rounder = nearest,
 ) -> Order:
     """Absorbed weights in a folder of their own, or beside their source."""
     goal = destination(checkpoint.path, out, dry_run=dry_run)
     watch = Watch(checkpoint, [name for layer in planned for name in layer.sources])
     most = max_shard_bytes or MAX_SHARD_BYTES
-    job = sidecar_job(checkpoint, planned, watch, device=device, max_shard_bytes=most)
+    job = sidecar_job(checkpoint, planned, watch, device=device, max_shard_bytes=most, rounder=rounder)
     notes: tuple[str, ...] = ()
     if (goal.folder / CARD).exists():
         notes = (f"{goal.folder} already has a {CARD}; it was left as it is, and no model card was written",)
@@ -120,6 +122,7 @@ def order_standalone(
     max_shard_bytes: int | None,
     link: str,
     dry_run: bool,
+    rounder: Rounder = nearest,
 ) -> Order:
     """A whole model with its absorbed weights inside. UsageError for a source that from_pretrained does not load."""
     if checkpoint.layout == "native":
@@ -130,7 +133,8 @@ def order_standalone(
     goal = destination(checkpoint.path, out, whole=True, dry_run=dry_run)
     watch = Watch(checkpoint, checkpoint.names())
     most = max_shard_bytes or MAX_SHARD_BYTES
-    job = sidecar_job(checkpoint, planned, watch, device=device, max_shard_bytes=most, prefix=f"{FOLDER}/")
+    prefix = f"{FOLDER}/"
+    job = sidecar_job(checkpoint, planned, watch, device=device, max_shard_bytes=most, prefix=prefix, rounder=rounder)
     linked = {file: checkpoint.path / file for file in watch.stamps}
     index = checkpoint.path / export.HF_INDEX
     copied = companions(checkpoint.path) | ({export.HF_INDEX: index} if index.exists() else {})

@@ -64,7 +64,7 @@ def read_prompts(
             )
         stream = torch.randint(vocabulary, (1 << 16,), generator=torch.Generator().manual_seed(_SEED))
         return Prompts(stream, f"random tokens, seed {_SEED}, since there is no tokenizer", random=True)
-    file = _text_file(tokenizer.parent, prompts)
+    file = text_file(tokenizer.parent, prompts)
     stream = _tokenize(tokenizer, file)
     if int(stream.max()) >= vocabulary:
         raise UsageError(
@@ -74,7 +74,8 @@ def read_prompts(
     return Prompts(stream, f"text of {file}", random=False)
 
 
-def _text_file(folder: pathlib.Path, prompts: str | os.PathLike[str] | None) -> pathlib.Path:
+def text_file(folder: pathlib.Path, prompts: str | os.PathLike[str] | None = None) -> pathlib.Path:
+    """The text that models are compared on: ``prompts``, or what stands in for it."""
     if prompts is not None:
         return path_of(prompts, "prompts")
     own = folder / HELD_OUT

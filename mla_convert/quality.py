@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -18,10 +19,14 @@ from torch import Tensor, nn
 
 from mla_convert.divergence import compare, quantile
 from mla_convert.errors import UsageError
+from mla_convert.patches.apply import patched
+from mla_convert.patches.loading import load_original
 from mla_convert.patches.recognition import attention_modules
 from mla_convert.patches.weights import module_geometry
-from mla_convert.prompts import Prompts
+from mla_convert.prompts import Prompts, read_prompts
+from mla_convert.quality_report import LayerChange, Quality, QualityReport
 from mla_convert.quantization import quantize
+from mla_convert.quiet import no_loading_bars
 from mla_convert.schemes import Scheme
 from mla_convert.stages import Outputs, Stage, run
 
@@ -61,25 +66,6 @@ def cut_windows(text: Prompts, most: int | None = None) -> Windows:
 def read(model: Any, windows: Windows, tick: Callable[[], None] = lambda: None) -> list[Outputs]:
     """What ``model`` makes of the windows, by batches."""
     return [run(model, Stage("held-out", windows.ids[rows], PREFILL), tick=tick) for rows in windows.batches()]
-
-
-@dataclasses.dataclass(frozen=True)
-class Quality:
-    """Distance from the reference over the counted positions, and perplexity.
-
-    KL is in nats per position. ``changed_experts`` counts the positions at which some router picked other experts;
-    ``perplexity`` is of the next token at the counted positions, ``reference_perplexity`` the reference's.
-    """
-
-    positions: int
-    mean_kl: float
-    median_kl: float
-    p99_kl: float
-    largest_kl: float
-    top1_agreement: float
-    changed_experts: int
-    perplexity: float
-    reference_perplexity: float
 
 
 def measure(reference: Sequence[Outputs], tested: Sequence[Outputs], windows: Windows) -> Quality:
@@ -145,3 +131,62 @@ def code_rows(kv_b: Tensor, heads: int, n: int, qk: Scheme | None, vo: Scheme | 
         flat = part.reshape(-1, kv_b.shape[1])
         sides.append((flat if scheme is None else quantize(flat, scheme).dequantize()).view(part.shape))
     return torch.cat(sides, dim=1).reshape(kv_b.shape)
+
+
+#: Windows that :func:`report_quality` reads; a text that has more is not read on.
+MOST = 32
+
+
+def report_quality(
+    source: str | os.PathLike[str],
+    absorbed: str | os.PathLike[str],
+    schemes: tuple[Scheme | None, Scheme | None],
+    text: str | os.PathLike[str] | None = None,
+) -> QualityReport:
+    """Run the model of ``source`` over held-out text, in float32: as it is, with the quantized weights in ``absorbed``,
+    and unpatched with ``kv_b_proj`` coded by the same ``schemes`` (key side, value side).
+
+    ``text`` is a file; by default the source's ``held_out.txt`` or the text that ships with this package.
+    """
+    with no_loading_bars():
+        model = load_original(source, dtype=torch.float32)
+    embeddings: Any = model.get_input_embeddings()
+    prompts = read_prompts(source, int(embeddings.weight.shape[0]), text)
+    windows = cut_windows(prompts, MOST)
+    reference = read(model, windows)
+    with patched(model, absorbed):
+        coded = measure(reference, read(model, windows), windows)
+    with coded_projections(model, *schemes):
+        unabsorbed = measure(reference, read(model, windows), windows)
+    layers = tuple(change_of_attention(model, absorbed, windows.ids[:4]))
+    return QualityReport(prompts.description, len(windows.ids), coded, unabsorbed, layers)
+
+
+@torch.no_grad()
+def change_of_attention(model: Any, absorbed: str | os.PathLike[str], ids: Tensor) -> Iterator[LayerChange]:
+    """How each layer's attention output changes on the hidden states that the original has there, ids [n, S].
+
+    The whole text is read absorbed, in one call, so that every position is computed with the stored weights.
+    """
+    modules = attention_modules(model)
+    seen: dict[str, tuple[dict[str, Any], Tensor]] = {}
+
+    def note(name: str, kwargs: dict[str, Any], output: Any) -> None:
+        seen[name] = (kwargs, output[0])
+
+    hooks = [
+        module.register_forward_hook(
+            lambda _m, _a, kwargs, output, name=name: note(name, kwargs, output), with_kwargs=True
+        )
+        for name, module in modules
+    ]
+    try:
+        model(ids.to(model.device), use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    with patched(model, absorbed, prefill_threshold=ids.shape[1]):
+        for name, module in modules:
+            kwargs, before = seen[name]
+            after = module(**kwargs)[0]
+            yield LayerChange(int(module.layer_idx), float((after - before).norm() / before.norm()))  # type: ignore

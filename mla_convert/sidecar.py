@@ -13,7 +13,7 @@ import torch
 
 from mla_convert.absorption import Rounding
 from mla_convert.checkpoint import Checkpoint
-from mla_convert.coding import code_tensor
+from mla_convert.coding import Rounder, code_tensor, nearest, tag_of
 from mla_convert.destination import SHARD
 from mla_convert.formats import plain
 from mla_convert.journal import fingerprint
@@ -35,6 +35,7 @@ def sidecar_job(
     device: torch.device,
     max_shard_bytes: int,
     prefix: str = "",
+    rounder: Rounder = nearest,
 ) -> Job:
     """The job of storing ``planned`` in files whose names begin with ``prefix``."""
     shards = plan_shards([_file_tensors(layer) for layer in planned], max_shard_bytes)
@@ -50,7 +51,7 @@ def sidecar_job(
             key=f"layer {layer.spec.index}",
             files=tuple(sorted({places[tensor.name][0] for tensor in _file_tensors(layer)})),
             memory=_operand_bytes(checkpoint, layer),
-            load=functools.partial(_load, checkpoint, layer, watch, places, device),
+            load=functools.partial(_load, checkpoint, layer, watch, places, device, rounder),
         )
         for layer in planned
     )
@@ -58,6 +59,7 @@ def sidecar_job(
         files=[[file.name, hashlib.sha256(file.header).hexdigest()] for file in files],
         source=watch.stamps,
         device=device.type,
+        rounding=tag_of(rounder),
     )
     read = max(checkpoint.stored_bytes(name) for layer in planned for name in layer.sources)
     written = max(tensor.nbytes for layer in planned for tensor in layer.tensors.values())
@@ -82,13 +84,14 @@ def _load(
     watch: Watch,
     places: Mapping[str, tuple[int, int]],
     device: torch.device,
+    rounder: Rounder,
 ) -> Loaded:
     operands, sources = read_operands(checkpoint, layer, device)
     watch.check(layer.sources)
     tasks: list[Callable[[], Made]] = []
     for key, tensor in layer.tensors.items():
         if tensor.scheme is not None:
-            tasks.append(functools.partial(_code, checkpoint, operands, layer, key, places))
+            tasks.append(functools.partial(_code, checkpoint, operands, layer, key, places, rounder))
             continue
         ranges = block_ranges(key, layer.spec.geometry, tensor.nbytes // tensor.shape[0])
         tasks += [functools.partial(_make, operands, layer, key, rows, places[tensor.name]) for rows in ranges]
@@ -116,8 +119,9 @@ def _code(
     layer: PlannedLayer,
     key: str,
     places: Mapping[str, tuple[int, int]],
+    rounder: Rounder,
 ) -> Made:
-    stored, parts = code_tensor(checkpoint, operands, layer.spec, key, layer.tensors[key])
+    stored, parts = code_tensor(checkpoint, operands, layer.spec, key, layer.tensors[key], rounder)
     return Made([Block(*places[name], part) for name, part in parts.items()], (key, stored))
 
 

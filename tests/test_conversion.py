@@ -264,6 +264,8 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "group_size": (dict(quantize="int4", group_size=48), "group_size=48; supported here are 32, 64, 128"),
     "group_size of fp8": (dict(quantize="fp8", group_size=32), "group_size=32; supported here are 128, row"),
     "group_size of int8": (dict(quantize="int8", group_size=128), "group_size=128; it belongs to int4 and fp8"),
+    "nothing to calibrate": (dict(calibrate="text.txt"), "nothing is quantized: add quantize"),
+    "no text": (dict(quantize="int8", calibrate="none.txt"), "none.txt cannot be read as text"),
     "groups": (dict(quantize="int4", group_size=128), "k_b_proj.weight has 64 columns, .* sizes that fit are 32, 64"),
     "target": (dict(target="gguf"), "target 'gguf'; supported are sidecar, standalone, hf, native"),
     "parts": (dict(parts=2), "parts=2 belongs to target native"),

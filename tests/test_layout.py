@@ -28,6 +28,7 @@ ABOVE_PATCHES = {
     "subject",
     "trial",
     "benchmark",
+    "conversion",
     "calibration",
     "quality",
     "report",
