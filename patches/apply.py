@@ -73,8 +73,9 @@ class PatchDescription:
         rule = "by cost" if threshold == "auto" else f"up to {threshold} new tokens"
         first, last = self.layers[0], self.layers[-1]
         quantized = "".join(f"  {product}\n" for product in self.products)
+        known = "" if self.family != "unknown" else "\n  not a known family: whether it is the same model, verify tells"
         return (
-            f"{self.family}: {len(self.layers)} attention modules patched ({first} … {last})\n"
+            f"{self.family}: {len(self.layers)} attention modules patched ({first} … {last}){known}\n"
             f"  key side {self.qk_form}, value side {self.vo_form}, weights from {self.weights_from}\n"
             f"{quantized}"
             f"  absorbed {rule}, backend {self.backend}; else expanded through {self.original_attention}\n"

@@ -22,16 +22,13 @@ from mla_convert.errors import PatchError
 from mla_convert.kernels.tracing import being_traced
 from mla_convert.patches.cache import adopt
 from mla_convert.patches.call import Call
-from mla_convert.patches.layer import AbsorbedLayer, Seen, layer_of, wants_gradients
+from mla_convert.patches.layer import AbsorbedLayer, layer_of, wants_gradients
 from mla_convert.patches.masks import (
     additive,
-    as_bool,
-    causal,
     representable,
-    restricted,
-    visibility,
     without_empty_end,
 )
+from mla_convert.patches.seeing import seen_by, with_indices
 from mla_convert.patches.selection import fold, selected
 
 logger = logging.getLogger(__name__)
@@ -107,7 +104,8 @@ def latent_attention(
     """
     layer = layer_of(module)
     call = None if layer is None else layer.slot.get()
-    if call is not None and call.expands_capacity and original in _SDPA_MASKED and kwargs.get("indices") is None:
+    chooses = kwargs.get("indices") is not None or (call is not None and call.selection is not None)
+    if call is not None and call.expands_capacity and original in _SDPA_MASKED and not chooses:
         key, value, attention_mask = without_empty_end(key, value, attention_mask, query.shape[2])
     run = functools.partial(
         _run_original, original, module, query, mask=attention_mask, scaling=scaling, dropout=dropout, kwargs=kwargs
@@ -122,31 +120,8 @@ def latent_attention(
             "not know; patch with prefill_threshold=0 and report the model, or unpatch it"
         )
     scale = layer.geometry.scale if scaling is None else scaling
-    seen = _seen(query, key.shape[2], attention_mask, call, kwargs, lower_right="flash" in original)
+    seen = seen_by(query, key.shape[2], attention_mask, call, kwargs, lower_right="flash" in original)
     return layer.attend(query, key[:, 0], value[:, 0], scale, call, seen), None
-
-
-def _seen(query: Tensor, kv_len: int, mask: Any, call: Call, kwargs: dict[str, Any], *, lower_right: bool) -> Seen:
-    """What the new tokens see, from the mask and the arguments that restrict it further."""
-    batch, _, q_len, _ = query.shape
-    sinks, window, indices = kwargs.get("s_aux"), kwargs.get("sliding_window"), kwargs.get("indices")
-    if window is not None and kv_len > window and (mask is None or mask.dim() != 4):
-        raise PatchError(
-            f"sliding_window={window} was given with no mask that holds it ({kv_len} tokens are cached): patch "
-            "with prefill_threshold=0 and report the model"
-        )
-    if call.selection is not None:
-        indices, mask = call.selection, None
-    if indices is None:
-        return Seen(
-            visibility(mask, batch, q_len, kv_len, capacity=call.capacity, lower_right=lower_right), sinks=sinks
-        )
-    if call.selection is None and mask is None:
-        mask = causal(q_len, kv_len, query.device)
-    if indices.shape[-1] >= kv_len:  # reading everything is no more than gathering, and needs no copy
-        mask, indices = fold(mask, indices, kv_len), None
-    by_mask = None if mask is None else as_bool(mask, batch, q_len, kv_len)
-    return Seen(restricted(by_mask, batch, q_len, kv_len, query.device), indices, sinks)
 
 
 def _expand(module: Any, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -171,7 +146,7 @@ def _run_original(
     """The model's original attention function, with the mask in the form it takes, positions chosen included."""
     function = _original_function(original, module)
     if kwargs.get("indices") is not None:
-        mask, kwargs = _with_indices(mask, query, key, kwargs["indices"]), kwargs | {"indices": None}
+        mask, kwargs = with_indices(mask, query, key, kwargs["indices"]), kwargs | {"indices": None}
     if selection is not None:
         mask = fold(None, selection, key.shape[2])
     if original == "sdpa" and kwargs.get("s_aux") is not None:
@@ -184,17 +159,6 @@ def _run_original(
         value = nn.functional.pad(value, (0, key.shape[-1] - width))
     out, weights = function(module, query, key, value, mask, scaling=scaling, dropout=dropout, **kwargs)
     return out[..., :width], weights
-
-
-def _with_indices(mask: Any, query: Tensor, key: Tensor, indices: Tensor) -> Tensor:
-    if mask is None:
-        mask = causal(query.shape[2], key.shape[2], query.device)
-    if not isinstance(mask, Tensor) or mask.dim() != 4:
-        raise PatchError(
-            f"an indexer chose positions for attention whose mask is {'no tensor' if mask is None else type(mask)}; "
-            'call model.set_attn_implementation("sdpa") before patching'
-        )
-    return fold(mask, indices, key.shape[2])
 
 
 def _original_function(original: str, module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:

@@ -104,6 +104,32 @@ def test_fused_where_it_may_be(model_type: str) -> None:
         assert largest(both(model), model_type) <= BOUND
 
 
+@pytest.mark.parametrize(
+    ("model_type", "forms"),
+    [
+        ("glm_moe_dsa", ("fused", "fused")),
+        ("mistral4", ("fused", "fused")),
+        ("hy_v4", ("fused", "factored")),
+        ("axk2", ("factored", "factored")),
+    ],
+)
+@torch.inference_mode()
+def test_auto_where_fused_reads_less(model_type: str, forms: tuple[str, str], tmp_path: pathlib.Path) -> None:
+    """At a latent narrower than the heads, a side is fused unless it cannot be; converting and patching agree."""
+    narrow = {"kv_lora_rank": 16, "qk_nope_head_dim": 32, "v_head_dim": 32, "q_lora_rank": 64, "hidden_size": 64}
+    model = family_models.make(model_type, **narrow)
+    figures = [reads(module_geometry(module)) for _, module in attention_modules(model)]
+    assert all((figure.qk.fewer, figure.vo.fewer) == ("fused", "fused") for figure in figures)
+    before = both(model)
+    with mla_convert.patched(model) as handle:
+        described = handle.describe()
+        assert (described.qk_form, described.vo_form) == forms
+        assert max(relative(a, b) for a, b in zip(both(model), before, strict=True)) <= BOUND
+    model.save_pretrained(tmp_path / "source")
+    report = mla_convert.convert(tmp_path / "source", tmp_path / "out", dry_run=True)
+    assert (report.qk.form, report.vo.form) == forms
+
+
 @pytest.mark.parametrize("model_type", FAMILIES)
 @torch.inference_mode()
 def test_converted_and_loaded(model_type: str, tmp_path: pathlib.Path) -> None:

@@ -90,4 +90,5 @@ def test_an_unknown_family_with_the_same_seam(caplog: pytest.LogCaptureFixture) 
         mla_convert.patch(model, allow_unknown=True, form="fused")
     with mla_convert.patched(model, allow_unknown=True) as handle:
         assert handle.describe().family == "unknown" and "StrangerAttention" in caplog.text
+        assert "not a known family" in str(handle.describe())
         assert models.relative(steps(model, ids, DynamicCache(), [4, 1, 1, 1, 1]), expected) <= BOUND

@@ -13,6 +13,7 @@ import torch
 from models import relative
 from patching import BOUND, steps
 from transformers import CONFIG_MAPPING, DynamicCache
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 from variants import config_v3
 
 import mla_convert
@@ -55,6 +56,15 @@ def test_sliding_layers_of_the_published_style() -> None:
             assert (g.num_heads, g.v_head_dim) == (wanted.num_attention_heads, wanted.v_head_dim)
             assert (g.kv_lora_rank, g.q_lora_rank) == (wanted.kv_lora_rank, wanted.q_lora_rank)
             assert (g.qk_nope_head_dim, g.qk_rope_head_dim) == (wanted.qk_nope_head_dim, wanted.qk_rope_head_dim)
+
+
+def test_sarvam_s_yarn_is_yarn() -> None:
+    yarn = {"type": "deepseek_yarn", "factor": 40, "original_max_position_embeddings": 4096, "mscale_all_dim": 1.0}
+    raw = config_of("sarvam_mla", rope_parameters=None, rope_scaling=yarn, q_lora_rank=None)
+    made = CONFIG_MAPPING["sarvam_mla"](**json.loads(json.dumps(raw)))
+    assert made.rope_parameters["rope_type"] == "yarn"
+    (spec, *_) = layer_specs(normalize_config(raw))
+    assert spec.geometry.scale == DeepseekV3Attention(made, 0).scaling != 12**-0.5
 
 
 def test_shared_latents() -> None:
