@@ -63,13 +63,13 @@ class StageReport:
 class VerificationReport:
     """The outcome of a verification: ``passed``, what was compared, by which rule, and the figures of each stage.
 
-    ``rule`` is "strict" or "floor"; ``dtype`` is the model's and ``floor_dtype`` that of the original which the floor
-    was measured with. ``routers`` is how many routers were watched, 0 for a model without experts.
+    ``rule`` is "strict", "floor" or "requantized"; ``dtype`` is the model's and ``floor_dtype`` that of the original
+    which the floor was measured with. ``routers`` is how many routers were watched, 0 for a model without experts.
     """
 
     source: str
     absorbed: str | None
-    rule: Literal["strict", "floor"]
+    rule: Literal["strict", "floor", "requantized"]
     dtype: str
     floor_dtype: str | None
     qk_form: str
@@ -105,9 +105,12 @@ class VerificationReport:
         """The rule in words."""
         if self.rule == "strict":
             return f"every logit within {STRICT:.0e} of the original's range at its position"
+        floor = f"original in {self.floor_dtype}"
+        if self.rule == "requantized":
+            floor += " with the same bits on kv_b_proj"
         return (
             f"KL to the float32 original at most {MEDIAN} times (median) and {P99} times (99th percentile) that of the "
-            f"original in {self.floor_dtype}, top-1 agreement at most {TOP1:.1%} lower"
+            f"{floor}, top-1 agreement at most {TOP1:.1%} lower"
         )
 
     def rows(self) -> tuple[list[str], list[list[str]]]:
@@ -120,7 +123,8 @@ class VerificationReport:
             name = stage.name if stage.passed else f"{stage.name} FAILED"
             table.append([name, *counts, *_figures(stage.patched)])
             if stage.floor is not None:
-                table.append(["  original", "", "", "", *_figures(stage.floor)])
+                name = "  same bits, kv_b_proj" if self.rule == "requantized" else "  original"
+                table.append([name, "", "", "", *_figures(stage.floor)])
         return columns, table
 
     def summary(self) -> dict[str, str]:
@@ -139,6 +143,8 @@ class VerificationReport:
     def verdict(self) -> str:
         """One line: the answer."""
         if self.passed:
+            if self.rule == "requantized":
+                return "passed: requantized, and as close to the original as the same bits on kv_b_proj"
             return "passed: it is the same model"
         broken = [stage.name for stage in self.stages if not stage.passed]
         return f"FAILED in {len(broken)} of {len(self.stages)} stages: {', '.join(broken)}"
@@ -165,10 +171,17 @@ def _plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def judge(name: str, stage: Stage, calls: Calls, patched: Divergence, floor: Divergence | None) -> StageReport:
-    """Hold one part of a stage to its rule: the strict one where there is no ``floor``."""
+def judge(
+    name: str,
+    stage: Stage,
+    calls: Calls,
+    patched: Divergence,
+    floor: Divergence | None,
+    whose: str = "the original's own",
+) -> StageReport:
+    """Hold one part of a stage to its rule: the strict one where there is no ``floor``; ``whose`` says what that is."""
     distance = patched.summary()
-    failures = _strict(distance) if floor is None else _floor(patched, floor)
+    failures = _strict(distance) if floor is None else _floor(patched, floor, whose)
     absorbed, every = sum(calls.absorbed.values()), sum(calls.all.values())
     return StageReport(
         name=name,
@@ -190,7 +203,7 @@ def _strict(found: Distance) -> Iterator[str]:
         )
 
 
-def _floor(patched: Divergence, floor: Divergence) -> Iterator[str]:
+def _floor(patched: Divergence, floor: Divergence, whose: str) -> Iterator[str]:
     """The floor rule, as the module has it."""
     n = len(patched.kl)
     exact = n >= MINIMUM
@@ -201,8 +214,8 @@ def _floor(patched: Divergence, floor: Divergence) -> Iterator[str]:
         found, bound = quantile(patched.settled_kl, share - room), factor * quantile(floor.settled_kl, share + room)
         if not found <= bound:
             yield (
-                f"the {words} of the KL to the float32 original is {found:.2e}, over {bound:.2e}, {factor} times the "
-                f"original's own; the largest is at {_place(patched)}"
+                f"the {words} of the KL to the float32 original is {found:.2e}, over {bound:.2e}, {factor} times "
+                f"{whose}; the largest is at {_place(patched)}"
             )
     yield from _floor_of_counts(patched.summary(), floor.summary(), n, exact=exact)
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mla_convert.absorption import FLOAT_DTYPES
 from mla_convert.divergence import compare, quantile
 from mla_convert.errors import UsageError
 from mla_convert.patches.apply import patched
@@ -117,8 +118,13 @@ def coded_projections(model: nn.Module, qk: Scheme | None, vo: Scheme | None) ->
 
 
 def _kv_b(module: Any) -> Tensor:
-    weight: Tensor = module.kv_b_proj.weight.detach()
-    return weight
+    weight = getattr(module.kv_b_proj, "weight", None)
+    if not isinstance(weight, Tensor) or weight.dtype not in FLOAT_DTYPES:
+        raise UsageError(
+            "kv_b_proj holds no plain weight that could be coded for comparison: take the model's folder, which is "
+            "loaded in plain numbers"
+        )
+    return weight.detach()
 
 
 def code_rows(kv_b: Tensor, heads: int, n: int, qk: Scheme | None, vo: Scheme | None) -> Tensor:

@@ -22,8 +22,10 @@ from mla_convert.patches.loading import load_original
 from mla_convert.patches.recognition import attention_modules
 from mla_convert.paths import path_of
 from mla_convert.quiet import no_loading_bars
+from mla_convert.schemes import Scheme
 from mla_convert.storage import AbsorbedCheckpoint, own_sidecar
 
+_SIDE_KEYS = (("k_b", "qk"), ("v_b", "ov"))
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -92,6 +94,18 @@ class Subject:
             return self.model
         return cast_copy(self.model, dtype) if self.source is None else self._load(dtype)
 
+    @property
+    def schemes(self) -> tuple[Scheme | None, Scheme | None] | None:
+        """How the key side and the value side of the absorbed weights are coded; None where neither is."""
+        tensors = {} if self.manifest is None else dict(self.manifest.layers[0].tensors)
+        found = [next((tensors[key].scheme for key in keys if key in tensors), None) for keys in _SIDE_KEYS]
+        return (found[0], found[1]) if any(found) else None
+
+    @property
+    def whose(self) -> str:
+        """What the floor is, in a word."""
+        return "the original's own" if self.schemes is None else "that of the same bits on kv_b_proj"
+
     def floor_dtype(self) -> torch.dtype | None:
         """The lowest precision that anything here was rounded to; None where that is float32 or better."""
         dtypes = [self.dtype, *self._rounded_to()]
@@ -107,8 +121,8 @@ class Subject:
             assert self.manifest is not None
             quantized = any(self.manifest.source.tensors[name].quantized for name in layer.sources)
             for key, tensor in layer.tensors.items():
-                exact = key in ("k_b", "v_b") and (quantized or not tensor.largest_error)
-                if not exact:
+                sliced = key in ("k_b", "v_b") and (quantized or not tensor.largest_error)
+                if not sliced and tensor.scheme is None:
                     yield tensor.dtype
 
     def notes(self, reports: Sequence[StageReport]) -> Iterator[str]:

@@ -1,12 +1,16 @@
 """Is it still the same model? Original and patched, side by side, at every position.
 
-Two rules, of which one applies:
+Three rules, of which one applies:
 
 - **strict**: a float32 model whose absorbed weights were not rounded. The largest difference of any logit at any
   position is at most :data:`STRICT` of the original's range of logits at that position.
 - **floor**: a lower precision, be it the model's or that of absorbed weights that were rounded. The original itself, at
   that precision, has a distance from the float32 original: the floor. The patched model may be little farther away
   (:mod:`mla_convert.judgement`).
+- **requantized**: absorbed weights that are codes. They are not the same numbers and cannot be the same model; the
+  question is whether they are as good as their bits. The floor is the original with the same codes spent on
+  ``kv_b_proj`` as it was (in the lowest precision of the others), and the patched model is held to it by the same
+  figures as under the floor rule.
 
 Either way attention has to have run in latent space, in every layer: a verification of what never ran proves nothing.
 """
@@ -27,6 +31,7 @@ from mla_convert.formats import plain
 from mla_convert.judgement import StageReport, VerificationReport, judge
 from mla_convert.patches.apply import PatchDescription, patched
 from mla_convert.prompts import Prompts, read_prompts
+from mla_convert.quality import coded_projections
 from mla_convert.sizes import BLOCK, check_positions, check_sizes, choose_sizes
 from mla_convert.stages import Outputs, Stage, counted_calls, run
 from mla_convert.subject import Subject
@@ -82,6 +87,8 @@ def verify(
     with patched(subject.model, subject.absorbed, **patching):
         pass  # whatever cannot be patched is refused before the long part
     floor = subject.floor_dtype()
+    if subject.schemes is not None:
+        floor = floor or torch.float32
     sizes = choose_sizes(prefill, decode, batch, floored=floor is not None)
     check_positions(subject.model, *sizes[:2])
     text = read_prompts(subject.folder, subject.vocabulary, prompts)
@@ -90,7 +97,7 @@ def verify(
     return VerificationReport(
         source=subject.label,
         absorbed=None if subject.absorbed is None else os.fspath(subject.absorbed),
-        rule="strict" if floor is None else "floor",
+        rule="requantized" if subject.schemes is not None else "strict" if floor is None else "floor",
         dtype=plain(subject.dtype),
         floor_dtype=None if floor is None else plain(floor),
         qk_form=description.qk_form,
@@ -119,7 +126,7 @@ def _compare_all(
     del original
     own: list[dict[str, Divergence]] = [{} for _ in stages]
     if floor is not None:
-        with _evaluating(subject.at(floor)) as lower:
+        with _evaluating(subject.at(floor)) as lower, coded_projections(lower, *(subject.schemes or (None, None))):
             own = [_found(stage, r, run(lower, stage, tick=ticks)) for stage, r in zip(stages, references, strict=True)]
         del lower
     reports = []
@@ -128,7 +135,9 @@ def _compare_all(
         for stage, reference, floors in zip(stages, references, own, strict=True):
             with counted_calls(model) as calls:
                 found = _found(stage, reference, run(model, stage, tick=ticks))
-            reports += [judge(name, stage, calls, there, floors.get(name)) for name, there in found.items()]
+            reports += [
+                judge(name, stage, calls, there, floors.get(name), subject.whose) for name, there in found.items()
+            ]
     return reports, description, len(references[0].routes)
 
 
