@@ -3,6 +3,8 @@
 #   make demo       convert, patch, verify and time the checkpoint that ships with the package
 #   make test       the quick tests (under 8 minutes on two cores)
 #   make test-all   every test; records the result in benchmarks/results/test_all.md when all is green
+#   make test-oldest  the tests of patching under the oldest supported transformers, in an environment of their own;
+#                   records the result in benchmarks/results/test_oldest.md when all are green
 #   make lint       ruff, and notebooks without output
 #   make typecheck  mypy --strict
 #   make typed      the tree of links through which type checkers and editors see the package
@@ -14,6 +16,7 @@
 
 PYTHON ?= python3
 VENV ?= .venv
+OLDEST ?= .venv-oldest
 ARGS ?=
 JOBS ?= logical
 
@@ -22,10 +25,10 @@ TESTS := tests $(addprefix --nbmake ,$(wildcard notebooks/*.ipynb))
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input -c constraints.txt
 
 # Tests share the cores by processes of one thread each: barriers between threads would cost more than they give.
-test test-all: export OMP_NUM_THREADS = 1
-test test-all: export PYTEST_ADDOPTS += --numprocesses=$(JOBS) --maxprocesses=4 --dist=worksteal
+test test-all test-oldest: export OMP_NUM_THREADS = 1
+test test-all test-oldest: export PYTEST_ADDOPTS += --numprocesses=$(JOBS) --maxprocesses=4 --dist=worksteal
 
-.PHONY: demo test test-all lint typecheck typed bench kernel-report
+.PHONY: demo test test-all test-oldest lint typecheck typed bench kernel-report
 
 demo: $(VENV)/.runtime
 	$(BIN)/mla-convert demo
@@ -35,6 +38,9 @@ test: $(VENV)/.dev
 
 test-all: $(VENV)/.dev
 	$(BIN)/python tools/test_all.py $(ARGS) $(TESTS)
+
+test-oldest: $(OLDEST)/.oldest
+	$(OLDEST)/bin/python tools/test_oldest.py $(ARGS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -68,3 +74,11 @@ $(VENV)/.runtime: pyproject.toml constraints.txt | $(BIN)/python
 $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
 	$(INSTALL) -e ".[dev]"
 	@touch $@ $(VENV)/.runtime
+
+# The pins of constraints.txt, less those that constraints-oldest.txt replaces.
+$(OLDEST)/.oldest: pyproject.toml constraints.txt constraints-oldest.txt
+	@$(MAKE) --no-print-directory VENV=$(OLDEST) $(OLDEST)/bin/python
+	grep -v $(patsubst %,-e '^%==',$(shell sed -n 's/==.*//p' constraints-oldest.txt)) constraints.txt > $(OLDEST)/constraints.txt
+	cat constraints-oldest.txt >> $(OLDEST)/constraints.txt
+	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check --no-input -c $(OLDEST)/constraints.txt -e ".[dev]"
+	@touch $@

@@ -6,6 +6,7 @@ Classes of other libraries are known by name, so that none is imported for a mod
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
@@ -57,9 +58,14 @@ class Reader:
     varies: Callable[[Projection], bool] = _never
 
 
-def kinds(thing: object) -> list[str]:
+def kinds(thing: object) -> tuple[str, ...]:
     """Full names of a thing's class and of the classes that it derives from."""
-    return [f"{kind.__module__}.{kind.__qualname__}" for kind in type(thing).__mro__]
+    return _names(type(thing))
+
+
+@functools.cache  # asked in each step
+def _names(kind: type) -> tuple[str, ...]:
+    return tuple(f"{one.__module__}.{one.__qualname__}" for one in kind.__mro__)
 
 
 LINEAR = "torch.nn.modules.linear.Linear"

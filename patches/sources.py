@@ -123,7 +123,8 @@ def only_plain(*linears: Projection) -> bool:
 
 def stands_alone(linear: Projection) -> bool:
     """Whether, as things stand, no one weight amounts to a projection's forward (dropout in an adapter)."""
-    return any(reader.varies(linear) for reader in READERS if reader.holds(linear))
+    reader = next((reader for reader in READERS if reader.holds(linear)), None)
+    return reader is not None and reader.varies(linear)
 
 
 def hooks_bypassed(linear: Projection, *, runs: bool) -> bool:
@@ -149,7 +150,9 @@ def is_offloaded(linear: Projection) -> bool:
 
 
 def _hooks_offload(module: nn.Module) -> bool:
-    hook = getattr(module, "_hf_hook", None)
+    hook = module.__dict__.get("_hf_hook")
+    if hook is None:
+        return False
     return any(getattr(one, "offload", False) for one in getattr(hook, "hooks", (hook,)))
 
 

@@ -17,12 +17,15 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 # From the repository root, the folder kernels would stand in for Hugging Face's package of that name.
 sys.path[:] = [entry for entry in sys.path if entry and pathlib.Path(entry).resolve() != ROOT]
 
-import variants  # noqa: E402  # only once the path is right
+import older  # noqa: E402  # only once the path is right
+import variants  # noqa: E402
 
 import mla_convert  # noqa: E402
 from mla_convert.cli import app  # noqa: E402
 from mla_convert.console import LOGGER  # noqa: E402
 from mla_convert.patches.layer import AbsorbedLayer  # noqa: E402
+
+older.accept_cache()
 
 # The same examples in every run; HYPOTHESIS_PROFILE=search looks for new ones.
 hypothesis.settings.register_profile("same", derandomize=True, deadline=None)

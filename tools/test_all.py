@@ -42,13 +42,15 @@ def commit() -> str:
     return git("rev-parse", "HEAD") + (" with uncommitted changes" if changed else "")
 
 
-def report(closing: str, tested: str, today: datetime.date) -> str:
+def report(
+    closing: str, tested: str, today: datetime.date, target: str = "test-all", green: str = "every test was green"
+) -> str:
     """The record as Markdown."""
     versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("torch", "transformers", "triton"))
     machine = f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
-    return f"""# `make test-all`
+    return f"""# `make {target}`
 
-Written by `make test-all` when every test was green.
+Written by `make {target}` when {green}.
 
 | | |
 |---|---|

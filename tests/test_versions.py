@@ -1,0 +1,47 @@
+"""Which releases of transformers are taken, and that the pins of the oldest one are what is promised."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import models
+import pytest
+
+import mla_convert
+from mla_convert.errors import PatchError
+from mla_convert.patches import versions
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.mark.parametrize("version", ["4.57.6", "5.15.1", "6.0.0", "6.0.0.dev0", "10.2", "unknown"])
+def test_other_releases_are_refused(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything is changed, with what to install."""
+    model = models.deepseek_v3()
+    monkeypatch.setattr(versions.transformers, "__version__", version)
+    with pytest.raises(PatchError, match=f'transformers {version} is installed; .*pip install "transformers>=5.16,<6"'):
+        mla_convert.patch(model)
+    assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("version", ["5.16.0", "5.16.1", "5.24.0", "5.30.0.dev0", "5.100.2"])
+def test_releases_that_are_supported(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions.transformers, "__version__", version)
+    versions.check_transformers()
+
+
+def test_the_oldest_release_is_the_one_that_is_tested() -> None:
+    """``make test-oldest`` installs it, and nothing twice."""
+    pins = (ROOT / "constraints-oldest.txt").read_text("utf-8").splitlines()
+    names = {line.split("==")[0] for line in pins if not line.startswith("#")}
+    assert f"transformers=={'.'.join(map(str, versions.OLDEST))}.0" in pins
+    shown = subprocess.run(
+        ["make", "--dry-run", "test-oldest", "OLDEST=no-such-folder"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    assert all(f"-e '^{name}=='" in shown for name in names)
+    assert "no-such-folder/bin/python tools/test_oldest.py" in shown
