@@ -10,9 +10,9 @@ import os
 import torch
 
 from mla_convert.errors import UsageError
-from mla_convert.kernels import torch_decode
 from mla_convert.kernels.arguments import DecodeArguments, LatentScale, check
 from mla_convert.kernels.custom_op import run_backend, run_compiled
+from mla_convert.kernels.dense import describe_host
 from mla_convert.kernels.tracing import being_traced
 
 logger = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ def describe_backend(backend: str, device: torch.device) -> str:
     name = choose_backend(backend, device)
     if name == "triton":
         return "triton (interpreted)" if device.type == "cpu" else "triton"
-    return f"torch ({torch_decode.describe() if device.type == 'cpu' else 'PyTorch matrix products'})"
+    return f"torch ({describe_host() if device.type == 'cpu' else 'PyTorch matrix products'})"
 
 
 @functools.cache

@@ -17,6 +17,7 @@ from mla_convert.errors import PatchError, UsageError
 from mla_convert.kernels.dispatch import choose_backend, describe_backend, warm_up
 from mla_convert.patches.adapters import unwrapped
 from mla_convert.patches.attention import PREFIX, begin_call, end_call, passed_through, registered_name
+from mla_convert.patches.cache_formats import parse_cache
 from mla_convert.patches.forms import PLAIN
 from mla_convert.patches.fused import FusedOutput, FusedQuery
 from mla_convert.patches.layer import ATTRIBUTE, AbsorbedLayer, Options, layer_of
@@ -31,7 +32,6 @@ from mla_convert.recipe import parse_forms
 
 logger = logging.getLogger(__name__)
 
-CACHES = ("latent", "dynamic")
 _STATE = "_mla_patch"
 
 
@@ -151,7 +151,8 @@ def patch(
         qk, vo: the same for the key or the value side alone.
         backend: "auto", or the name of one backend, which then runs or fails.
         prefill_threshold: absorbed for at most this many new tokens; "auto" compares the multiplications.
-        cache: "latent" gives generation a ``LatentCache``; "dynamic" leaves caches as they are.
+        cache: "latent" gives generation a ``LatentCache``; "latent:FORMAT" one in that format ("latent:int8",
+            "latent:int4:32", "latent:fp8"), which takes less memory and is not exact; "dynamic" leaves caches alone.
         allow_unknown: patch attention classes that are not in the table but have the same seam.
 
     Returns:
@@ -245,8 +246,7 @@ def _options(model: Any, backend: str, prefill_threshold: int | str, cache: str)
     whole = isinstance(prefill_threshold, int) and not isinstance(prefill_threshold, bool) and prefill_threshold >= 0
     if not whole and prefill_threshold != "auto":
         raise UsageError(f'prefill_threshold is "auto" or a number of tokens from 0, found {prefill_threshold!r}')
-    if cache not in CACHES:
-        raise UsageError(f"cache {cache!r} is not known; choose one of {', '.join(CACHES)}")
+    parse_cache(cache)
     return Options(backend, prefill_threshold, cache)
 
 

@@ -20,8 +20,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from mla_convert.errors import PatchError
 from mla_convert.kernels.tracing import being_traced
-from mla_convert.patches.cache import adopt
-from mla_convert.patches.call import Call
+from mla_convert.patches.cache import adopt, handing_layer
+from mla_convert.patches.call import Call, Handover
 from mla_convert.patches.layer import AbsorbedLayer, layer_of, wants_gradients
 from mla_convert.patches.masks import (
     additive,
@@ -179,8 +179,9 @@ def begin_call(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
     given = dict(zip(layer.positional, args, strict=False)) | kwargs
     hidden = given["hidden_states"]
     cache = given.get("cache", given.get("past_key_values"))
-    if cache is not None and layer.options.cache == "latent" and not getattr(cache, "offloading", False):
-        adopt(cache, module.layer_idx)
+    form = layer.options.cache_format
+    if cache is not None and form is not None and not getattr(cache, "offloading", False):
+        adopt(cache, module.layer_idx, form)
     weights_asked = _wants_attention_weights(module, given)
     if weights_asked and not being_traced():
         layer.options.say_once(
@@ -190,11 +191,19 @@ def begin_call(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
     possible = not weights_asked and not wants_gradients(module, hidden) and not _needs_original(module, given)
     if possible and not being_traced():
         possible = not layer.needs_projections(module)
-    absorbed = possible and _cheaper_absorbed(module, layer, hidden.shape[-2], cache, given)
+    stored = handing_layer(cache, module.layer_idx)
+    absorbed = possible and (
+        (stored is not None and stored.only_absorbed)
+        or _cheaper_absorbed(module, layer, hidden.shape[-2], cache, given)
+    )
     prefill = hidden.shape[-2] > 1
     if not being_traced() and (absorbed or (possible and prefill and hidden.device.type != "cpu")):
         layer.follow_weights(module, decoding=not prefill)
-    layer.slot.set(Call(absorbed, capacity=bool(getattr(cache, "is_compileable", False))))
+    call = Call(absorbed, capacity=bool(getattr(cache, "is_compileable", False)))
+    if absorbed and stored is not None:
+        call.stored = stored
+        call.handover = stored.handover = Handover()
+    layer.slot.set(call)
 
 
 def _wants_attention_weights(module: nn.Module, given: dict[str, Any]) -> bool:
@@ -223,6 +232,8 @@ def end_call(module: nn.Module, args: Any, output: Any) -> None:
     """Forward hook, called even after an exception: nothing of a call outlives it."""
     layer = layer_of(module)
     if layer is not None:
+        if call := layer.slot.get():
+            call.close()
         layer.slot.set(None)
         layer.release()
 

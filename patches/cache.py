@@ -1,178 +1,92 @@
-"""``LatentCache``: latents and rotary keys side by side, appended in place.
-
-transformers' ``DynamicLayer`` copies the whole history whenever a token is appended. Here one buffer
-holds a row [c ; k_rope] per token, with room to grow, so that appending writes one row; and since both
-halves of a row lie side by side, the CPU kernel reads them as one key without a copy.
-"""
+"""``LatentCache``: the transformers cache of models that decode in latent space."""
 
 from __future__ import annotations
 
+import copy
+import functools
 from typing import Any
 
-import torch
+from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer
 
 from mla_convert.errors import UsageError
-
-#: Tokens of room behind a newly allocated history: this many, or a quarter of it.
-SMALLEST_ROOM = 128
-
-
-class LatentLayer(DynamicLayer):  # type: ignore[no-untyped-call]
-    """One layer's latents [B, T, C] and rotary keys [B, T, R], as rows [B, capacity, C + R] of which T are used.
-
-    ``keys`` and ``values`` are what transformers calls them: [B, 1, T, C] and [B, 1, T, R], as views. A view
-    handed out before is still valid after an append, but not after ``crop`` and a further append.
-    """
-
-    def __init__(self, **_: Any) -> None:
-        # The base class assigns keys and values, which are derived here.
-        self.rows: torch.Tensor | None = None
-        self.length = 0
-        self.latent_width = 0
-        self.is_initialized = False
-
-    @property
-    def keys(self) -> torch.Tensor | None:  # type: ignore[override]
-        return None if self.rows is None else self.rows[:, None, : self.length, : self.latent_width]
-
-    @property
-    def values(self) -> torch.Tensor | None:  # type: ignore[override]
-        return None if self.rows is None else self.rows[:, None, : self.length, self.latent_width :]
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Remember the device; the buffer is made by the first ``update``, which knows the widths."""
-        self.device = key_states.device
-        self.is_initialized = True
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append ``key_states`` [B, 1, S, C] and ``value_states`` [B, 1, S, R]; return all of both.
-
-        Raises:
-            UsageError: when they are not latents, or differ in batch, width or dtype from what is stored.
-        """
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        self._check(key_states, value_states)
-        stop = self.length + key_states.shape[2]
-        if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
-            self._append_differentiably(key_states, value_states)
-        else:
-            rows = self._room_for(stop, key_states, value_states)
-            rows[:, self.length : stop, : self.latent_width] = key_states[:, 0]
-            rows[:, self.length : stop, self.latent_width :] = value_states[:, 0]
-        self.length = stop
-        keys, values = self.keys, self.values
-        assert keys is not None and values is not None
-        return keys, values
-
-    def _check(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        if key_states.shape[1] != 1 or value_states.shape[:3] != key_states.shape[:3]:
-            raise UsageError(
-                f"LatentCache stores [B, 1, S, C] latents and [B, 1, S, R] rotary keys; found "
-                f"{list(key_states.shape)} and {list(value_states.shape)}. Use DynamicCache for models without latents."
-            )
-        if self.rows is None:
-            self.latent_width = key_states.shape[3]
-            return
-        stored = (self.rows.shape[0], self.latent_width, self.rows.shape[2] - self.latent_width, self.rows.dtype)
-        found = (key_states.shape[0], key_states.shape[3], value_states.shape[3], key_states.dtype)
-        if stored != found:
-            raise UsageError(
-                f"this LatentCache holds (batch, C, R, dtype) = {stored}, the new tokens have {found}: "
-                "a cache belongs to one model and one batch"
-            )
-
-    def _room_for(self, tokens: int, key_states: torch.Tensor, value_states: torch.Tensor) -> torch.Tensor:
-        """The buffer, with room for ``tokens`` and writable here."""
-        rows = self.rows
-        if rows is not None and tokens <= rows.shape[1] and not rows.requires_grad:
-            if rows.is_inference() and not torch.is_inference_mode_enabled():
-                rows = rows.clone()
-            self.rows = rows
-            return rows
-        capacity = tokens + max(SMALLEST_ROOM, tokens // 4)
-        width = key_states.shape[3] + value_states.shape[3]
-        grown = key_states.new_zeros(key_states.shape[0], capacity, width)
-        if rows is not None:
-            grown[:, : self.length] = rows[:, : self.length].detach()
-        self.rows = grown
-        return grown
-
-    def _append_differentiably(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Where gradients flow through the history, nothing may be written in place."""
-        new = torch.cat((key_states[:, 0], value_states[:, 0]), dim=-1)
-        self.rows = new if self.rows is None else torch.cat((self.rows[:, : self.length], new), dim=1)
-
-    def get_seq_length(self) -> int:
-        """T: stored tokens."""
-        return self.length
-
-    def reset(self) -> None:
-        """Forget everything."""
-        self.__init__()  # type: ignore[misc]
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last ``-tokens_to_remove`` tokens (a negative number, as transformers passes it)."""
-        if tokens_to_remove > 0:
-            raise ValueError(f"crop takes minus the number of tokens to remove, found {tokens_to_remove}")
-        if -tokens_to_remove > self.length and self.is_initialized:
-            raise UsageError(f"crop({tokens_to_remove}) on a cache of {self.length} tokens")
-        self.length = max(0, self.length + tokens_to_remove)
-
-    def _map(self, change: Any) -> None:
-        if self.rows is not None:
-            self.rows = change(self.rows)
-
-    def offload(self) -> None:
-        """Move the rows to the CPU."""
-        self._map(lambda rows: rows.to("cpu", non_blocking=True))
-
-    def prefetch(self) -> None:
-        """Move the rows back to the device they came from."""
-        self._map(lambda rows: rows.to(self.device, non_blocking=True))
-
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Take the sequences ``beam_idx`` [B], for beam search."""
-        self._map(lambda rows: rows.index_select(0, beam_idx.to(rows.device)))
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each sequence ``repeats`` times, from one.
-
-        Raises:
-            UsageError: for fewer, which would leave a cache of no sequences.
-        """
-        if repeats < 1:
-            raise UsageError(
-                f"batch_repeat_interleave({repeats}): a sequence is kept once or more; use reset() to empty"
-            )
-        self._map(lambda rows: rows.repeat_interleave(repeats, dim=0))
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep the sequences ``indices`` only."""
-        self._map(lambda rows: rows[indices, ...])
+from mla_convert.patches.cache_formats import CacheFormat, parse_format
+from mla_convert.patches.latent_layer import LatentLayer
 
 
 class LatentCache(DynamicCache):
     """A transformers cache whose full-attention layers are :class:`LatentLayer`; other layers stay as they are.
 
+    In the model's dtype it holds what ``DynamicCache`` holds, bit for bit. A format of codes rounds each latent once,
+    when it is appended; a patched model decodes from the codes, everything else reads the numbers back from them.
+
     Args:
         config: the model's config; without it every layer is a latent layer.
+        format: "model" (the model's dtype), "int8", "int4", "fp8" (one scale per token), the same in groups
+            ("int4:32"), or "flashmla" (FlashMLA's row of 656 bytes; C = 512, R = 64 and bfloat16 alone).
+        capacity: tokens allocated at once, and never more; None grows by a quarter whenever the room is used up.
         offloading: as for ``DynamicCache``.
+
+    Raises:
+        UsageError: for arguments that are not known. ``update`` raises it for tokens of another model, dtype or batch,
+            and for more than ``capacity``; ``crop`` for more tokens than are stored.
     """
 
-    def __init__(self, config: PreTrainedConfig | None = None, *, offloading: bool = False) -> None:
+    def __init__(
+        self,
+        config: PreTrainedConfig | None = None,
+        *,
+        format: str = "model",
+        capacity: int | None = None,
+        offloading: bool = False,
+    ) -> None:
+        self.format = parse_format(format)
+        if capacity is not None and (not isinstance(capacity, int) or isinstance(capacity, bool) or capacity < 1):
+            raise UsageError(f"capacity is a number of tokens from 1, or None to grow; found {capacity!r}")
         super().__init__(config=config, offloading=offloading)
-        for index in range(len(self.layers)):
-            adopt(self, index)
+        make: Any = functools.partial(LatentLayer, self.format, capacity, _widths(config))
+        self.layers = [make() if type(layer) is DynamicLayer else layer for layer in self.layers]
         if self.layer_class_to_replicate is DynamicLayer:
-            self.layer_class_to_replicate = LatentLayer
+            self.layer_class_to_replicate = make
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Append to layer ``layer_idx``; see :meth:`LatentLayer.update`."""
+        if self.layer_class_to_replicate is None and layer_idx >= len(self.layers):
+            raise UsageError(
+                f"this LatentCache was made for a model of {len(self.layers)} layers, and layer {layer_idx} was given "
+                "tokens: make it from the config of the model it is used with"
+            )
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def fork(self) -> LatentCache:
+        """Another cache that begins with what is stored here: a filled prefix is shared until one of them appends.
+
+        Whoever appends first copies the rows and goes on with its own; the others keep theirs.
+        """
+        other: LatentCache = copy.copy(self)
+        other.layers = [
+            layer.fork() if isinstance(layer, LatentLayer) else copy.deepcopy(layer) for layer in self.layers
+        ]
+        return other
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of the stored tokens, over all latent layers; room to grow is not counted."""
+        rows = [(layer.rows, layer.length) for layer in self.layers if isinstance(layer, LatentLayer)]
+        return sum(r[:, :length].numel() * r.element_size() for r, length in rows if r is not None)
 
 
-def adopt(cache: Cache, index: int) -> None:
+def _widths(config: PreTrainedConfig | None) -> tuple[int, int] | None:
+    """(C, R) that a config gives; None where it gives none."""
+    text = None if config is None else config.get_text_config(decoder=True)
+    latent, rope = getattr(text, "kv_lora_rank", None), getattr(text, "qk_rope_head_dim", None)
+    return (latent, rope) if isinstance(latent, int) and isinstance(rope, int) else None
+
+
+def adopt(cache: Cache, index: int, form: CacheFormat | None = None) -> None:
     """Make layer ``index`` of ``cache`` a latent layer if it is a plain, still empty ``DynamicLayer``."""
     if getattr(cache, "layer_class_to_replicate", None) is DynamicLayer:
         while len(cache.layers) <= index:
@@ -181,4 +95,11 @@ def adopt(cache: Cache, index: int) -> None:
         return
     layer = cache.layers[index]
     if type(layer) is DynamicLayer and not layer.is_initialized:
-        cache.layers[index] = LatentLayer()
+        cache.layers[index] = LatentLayer(form)
+
+
+def handing_layer(cache: Any, index: int) -> Any:
+    """Layer ``index`` of ``cache`` if it is one of ours whose rows need scales or pages to be read; else None."""
+    layers = getattr(cache, "layers", ())
+    layer = layers[index] if index < len(layers) else None
+    return layer if getattr(layer, "hands_over", False) else None

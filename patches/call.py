@@ -8,10 +8,32 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+from typing import Any
 
 import torch
 
+from mla_convert.errors import UsageError
+from mla_convert.kernels.arguments import DecodeArguments
 from mla_convert.kernels.tracing import being_traced
+
+
+@dataclasses.dataclass
+class Handover:
+    """What a cache layer hands the absorbed path beside keys and values: fields of :class:`DecodeArguments`."""
+
+    fields: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def complete(self, args: DecodeArguments) -> DecodeArguments:
+        """``args`` with what was handed over in it; scales of a history that was cut are cut too."""
+        fields = dict(self.fields)
+        if "block_table" not in fields and fields:
+            fields["latent_scale"] = fields["latent_scale"][:, : args.latent.shape[1]]
+        elif fields and args.mask is not None:
+            raise UsageError(
+                "a paged cache holds no padding and knows the length of each sequence: call the model without an "
+                "attention_mask, padded tokens at the left and their number given to the cache"
+            )
+        return dataclasses.replace(args, **fields)
 
 
 @dataclasses.dataclass
@@ -23,12 +45,21 @@ class Call:
         capacity: whether the cache hands out its capacity rather than its content (``StaticCache``).
         q_latent: [B,S,H,C], where the query projection is fused and has run.
         selection: [B,S,K] positions that alone say what is visible, where the module makes its mask of them.
+        handover: filled by the cache layer, where it stores codes or pages.
+        stored: that cache layer.
     """
 
     absorbed: bool
     capacity: bool = False
     q_latent: torch.Tensor | None = None
     selection: torch.Tensor | None = None
+    handover: Handover | None = None
+    stored: Any = None
+
+    def close(self) -> None:
+        """From here on the cache layer gives everybody numbers again."""
+        if self.stored is not None:
+            self.stored.handover = None
 
     @property
     def expands_capacity(self) -> bool:

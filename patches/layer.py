@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from mla_convert.absorption import Forms
 from mla_convert.kernels.arguments import DecodeArguments
 from mla_convert.kernels.dispatch import decode
+from mla_convert.patches.cache_formats import CacheFormat, parse_cache
 from mla_convert.patches.call import Call, CallSlot
 from mla_convert.patches.masks import Visibility
 from mla_convert.patches.sources import hooks_bypassed, stands_alone
@@ -39,6 +40,11 @@ class Options:
         if message not in self.said:
             self.said.add(message)
             logger.warning("%s", message)
+
+    @property
+    def cache_format(self) -> CacheFormat | None:
+        """The format in which plain caches become latent ones; None leaves them as they are."""
+        return parse_cache(self.cache)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +111,8 @@ class AbsorbedLayer(AbsorbedWeights):
         Args:
             query: [B,H,S,N+R], rotated; of its content part only the factor in the first column is read where
                 ``call.q_latent`` is there.
-            latent, k_rope: [B,T,C] and [B,T,R], as cached.
+            latent, k_rope: [B,T,C] and [B,T,R], as cached: in codes where ``call.handover`` has their scales, and
+                not read where it has pages.
             seen: what the new tokens may see.
 
         Returns:
@@ -123,6 +130,8 @@ class AbsorbedLayer(AbsorbedWeights):
         args = DecodeArguments(
             q_latent, q_rope, *cached, scale, visible.kv_lens, visible.mask, indices=seen.indices, sinks=seen.sinks
         )
+        if call.handover is not None:
+            args = call.handover.complete(args)
         out, _ = decode(args, self.options.backend)
         return out if self.forms.vo == "fused" else self.lift_output(out)
 

@@ -17,7 +17,7 @@ import mla_convert
 from mla_convert import benchmark, report
 from mla_convert.errors import PatchError, UnsupportedModelError, UsageError
 from mla_convert.machine import describe_machine, device_name
-from mla_convert.patches.cache import LatentLayer
+from mla_convert.patches.latent_layer import LatentLayer
 from mla_convert.patches.layer import AbsorbedLayer
 from mla_convert.report import BenchmarkReport, ContextTiming, Spread
 

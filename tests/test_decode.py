@@ -11,7 +11,7 @@ import torch
 from decode_cases import Case, build
 
 from mla_convert.errors import UsageError
-from mla_convert.kernels import absorbed_decode, flashmla_views, merge, torch_decode
+from mla_convert.kernels import absorbed_decode, dense, flashmla_views, merge
 from mla_convert.kernels.arguments import DecodeArguments
 from mla_convert.kernels.history import decode_latent
 from mla_convert.kernels.reference import absorbed_decode_reference, expanded_attention, visible_positions
@@ -159,11 +159,11 @@ def test_history_divided_among_threads_is_the_same() -> None:
 
 def test_joint_rows_are_not_copied() -> None:
     rows = torch.randn(2, 9, 80)
-    joint = torch_decode._joint_rows(rows[..., :64], rows[..., 64:])
+    joint = dense._joint_rows(rows[..., :64], rows[..., 64:])
     assert joint.data_ptr() == rows.data_ptr() and torch.equal(joint, rows)
-    apart = torch_decode._joint_rows(rows[..., :64].clone(), rows[..., 64:])
+    apart = dense._joint_rows(rows[..., :64].clone(), rows[..., 64:])
     assert torch.equal(apart, rows)
-    other = torch_decode._joint_rows(rows[..., :63], rows[..., 64:79])
+    other = dense._joint_rows(rows[..., :63], rows[..., 64:79])
     assert torch.equal(other, torch.cat((rows[..., :63], rows[..., 64:79]), -1))
 
 

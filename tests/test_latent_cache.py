@@ -18,7 +18,10 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 import mla_convert
 from mla_convert.errors import UsageError
-from mla_convert.patches.cache import LatentCache, LatentLayer, adopt
+from mla_convert.patches.cache import LatentCache, adopt
+from mla_convert.patches.cache_formats import parse_format
+from mla_convert.patches.cache_rows import RowLayout
+from mla_convert.patches.latent_layer import LatentLayer
 
 C, R = 6, 3
 
@@ -28,73 +31,124 @@ def new_tokens(batch: int, count: int, seed: int) -> tuple[torch.Tensor, torch.T
     return torch.randn(batch, 1, count, C, generator=gen), torch.randn(batch, 1, count, R, generator=gen)
 
 
+def rounded(latent: torch.Tensor, form: str) -> torch.Tensor:
+    """What a cache in that format makes of ``latent``; the formats themselves are tested in test_cache_formats."""
+    layout = RowLayout(parse_format(form), latent.shape[-1], 0, latent.dtype)
+    rows = torch.zeros(*latent.shape[:-1], layout.width, dtype=layout.stored_dtype)
+    layout.write(rows, latent, latent[..., :0])
+    return layout.numbers(rows)
+
+
 class SameLife(RuleBasedStateMachine):
-    """Whatever happens to both caches, they hold the same."""
+    """Whatever happens to a few caches that share their beginnings, each holds what its ``DynamicCache`` holds."""
 
-    @initialize(batch=st.integers(1, 3))
-    def begin(self, batch: int) -> None:
-        self.batch = batch
-        self.latent: Any = LatentCache()
-        self.dynamic: Any = DynamicCache()
+    def __init__(self) -> None:
+        super().__init__()
+        self.pairs: list[tuple[Any, Any]] = []
 
-    @rule(count=st.integers(1, 200), seed=st.integers(0, 10**6))
-    def append(self, count: int, seed: int) -> None:
-        states = new_tokens(self.batch, count, seed)
-        found, expected = self.latent.update(*states, 0), self.dynamic.update(*states, 0)
+    @initialize(batch=st.integers(1, 3), form=st.sampled_from(["model", "model", "int8", "int4:2", "fp8:3"]))
+    def begin(self, batch: int, form: str) -> None:
+        self.form, self.batch = form, batch
+        self.pairs = [(LatentCache(format=form), DynamicCache())]
+
+    def pick(self, which: int) -> tuple[Any, Any]:
+        return self.pairs[which % len(self.pairs)]
+
+    def stored(self, dynamic: Any) -> int:
+        return int(dynamic.layers[0].keys.shape[0]) if dynamic.get_seq_length() else 0
+
+    @rule(which=st.integers(0, 3), count=st.integers(1, 200), seed=st.integers(0, 10**6))
+    def append(self, which: int, count: int, seed: int) -> None:
+        latent, dynamic = self.pick(which)
+        keys, values = new_tokens(self.stored(dynamic) or self.batch, count, seed)
+        if latent.layers and latent.layers[0].rows is not None and not dynamic.get_seq_length():
+            keys, values = new_tokens(latent.layers[0].rows.shape[0], count, seed)
+        found = latent.update(keys, values, 0)
+        expected = dynamic.update(rounded(keys, self.form), values, 0)
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
-    @rule(share=st.floats(0, 1))
-    def crop(self, share: float) -> None:
-        remove = int(self.dynamic.get_seq_length() * share)
-        for cache in (self.latent, self.dynamic):
-            for layer in cache.layers:
-                layer.crop(-remove)
+    @rule(which=st.integers(0, 3), share=st.floats(0, 1))
+    def crop(self, which: int, share: float) -> None:
+        latent, dynamic = self.pick(which)
+        remove = int(dynamic.get_seq_length() * share)
+        latent.crop(-remove)
+        dynamic.crop(-remove)
 
-    @rule(seed=st.integers(0, 10**6))
-    def reorder(self, seed: int) -> None:
-        beams = torch.randint(self.batch, (self.batch,), generator=torch.Generator().manual_seed(seed))
-        self.latent.reorder_cache(beams)
-        self.dynamic.reorder_cache(beams)
+    @rule(which=st.integers(0, 3), seed=st.integers(0, 10**6))
+    def reorder(self, which: int, seed: int) -> None:
+        latent, dynamic = self.pick(which)
+        if batch := self.stored(dynamic):
+            beams = torch.randint(batch, (batch,), generator=torch.Generator().manual_seed(seed))
+            latent.reorder_cache(beams)
+            dynamic.reorder_cache(beams)
 
-    @rule(repeats=st.integers(1, 2))
-    def repeat(self, repeats: int) -> None:
-        if self.dynamic.get_seq_length() and self.batch * repeats <= 6:
-            self.batch *= repeats
-            self.latent.batch_repeat_interleave(repeats)
-            self.dynamic.batch_repeat_interleave(repeats)
+    @rule(which=st.integers(0, 3), repeats=st.integers(1, 2))
+    def repeat(self, which: int, repeats: int) -> None:
+        latent, dynamic = self.pick(which)
+        if 0 < self.stored(dynamic) * repeats <= 6:
+            latent.batch_repeat_interleave(repeats)
+            dynamic.batch_repeat_interleave(repeats)
 
-    @rule(keep=st.integers(1, 6))
-    def select(self, keep: int) -> None:
-        if self.dynamic.get_seq_length():
-            self.batch = min(keep, self.batch)
-            self.latent.batch_select_indices(torch.arange(self.batch))
-            self.dynamic.batch_select_indices(torch.arange(self.batch))
+    @rule(which=st.integers(0, 3), keep=st.integers(1, 6))
+    def select(self, which: int, keep: int) -> None:
+        latent, dynamic = self.pick(which)
+        if batch := self.stored(dynamic):
+            latent.batch_select_indices(torch.arange(min(keep, batch)))
+            dynamic.batch_select_indices(torch.arange(min(keep, batch)))
 
-    @rule()
-    def fork(self) -> None:
-        abandoned, self.latent = self.latent, copy.deepcopy(self.latent)
-        for layer in abandoned.layers:
-            if layer.rows is not None:
-                layer.rows.fill_(torch.nan)
+    @rule(which=st.integers(0, 3), how=st.sampled_from(["fork", "deepcopy", "pickle"]))
+    def branch(self, which: int, how: str) -> None:
+        latent, dynamic = self.pick(which)
+        make = {"fork": LatentCache.fork, "deepcopy": copy.deepcopy, "pickle": lambda c: pickle.loads(pickle.dumps(c))}
+        self.pairs.append((make[how](latent), copy.deepcopy(dynamic)))
+        self.pairs = self.pairs[-4:]
 
-    @rule()
-    def reset(self) -> None:
-        self.latent.reset()
-        self.dynamic.reset()
+    @rule(which=st.integers(0, 3))
+    def offload_and_back(self, which: int) -> None:
+        for layer in self.pick(which)[0].layers:
+            layer.offload()
+            layer.prefetch()
+
+    @rule(which=st.integers(0, 3))
+    def reset(self, which: int) -> None:
+        for cache in self.pick(which):
+            cache.reset()
 
     @invariant()
     def same(self) -> None:
-        if not hasattr(self, "latent"):
-            return
-        assert self.latent.get_seq_length() == self.dynamic.get_seq_length()
-        assert self.latent.get_mask_sizes(3, 0) == self.dynamic.get_mask_sizes(3, 0)
-        if self.dynamic.get_seq_length():
-            for a, b in zip(self.latent.layers, self.dynamic.layers, strict=True):
-                assert torch.equal(a.keys, b.keys) and torch.equal(a.values, b.values)
+        for latent, dynamic in self.pairs:
+            assert latent.get_seq_length() == dynamic.get_seq_length()
+            assert latent.get_mask_sizes(3, 0) == dynamic.get_mask_sizes(3, 0)
+            if dynamic.get_seq_length():
+                for a, b in zip(latent.layers, dynamic.layers, strict=True):
+                    assert torch.equal(a.keys, b.keys) and torch.equal(a.values, b.values)
 
 
-SameLife.TestCase.settings = hypothesis.settings(max_examples=40, stateful_step_count=25, deadline=None)
+SameLife.TestCase.settings = hypothesis.settings(max_examples=6, stateful_step_count=25, deadline=None)
 TestSameLife = SameLife.TestCase
+
+
+@pytest.mark.slow
+class TestSameLongLife(SameLife.TestCase):  # type: ignore[misc, name-defined]
+    """The same through 1,000 steps of one life, and of another."""
+
+    settings = hypothesis.settings(
+        max_examples=3, stateful_step_count=1000, deadline=None, suppress_health_check=list(hypothesis.HealthCheck)
+    )
+
+
+def test_a_fork_shares_the_prefix_until_one_appends() -> None:
+    prefix = LatentCache()
+    prefix.update(*new_tokens(1, 500, 0), 0)
+    before = prefix.layers[0].keys.clone()
+    one, other = prefix.fork(), prefix.fork()
+    assert one.layers[0].rows.data_ptr() == prefix.layers[0].rows.data_ptr() == other.layers[0].rows.data_ptr()
+    for seed, cache in enumerate((one, other, prefix), 1):
+        cache.update(*new_tokens(1, 3, seed), 0)
+    assert len({cache.layers[0].rows.data_ptr() for cache in (one, other, prefix)}) == 3
+    for seed, cache in enumerate((one, other, prefix), 1):
+        assert torch.equal(cache.layers[0].keys[:, :, :500], before)
+        assert torch.equal(cache.layers[0].keys[:, :, 500:], new_tokens(1, 3, seed)[0])
 
 
 def test_appending_writes_one_row_and_grows_geometrically() -> None:

@@ -26,7 +26,7 @@ from mla_convert.errors import PatchError, UnsupportedModelError, UsageError
         ({"prefill_threshold": -1}, "number of tokens"),
         ({"prefill_threshold": "never"}, "number of tokens"),
         ({"prefill_threshold": True}, "number of tokens"),
-        ({"cache": "paged"}, "choose one of latent, dynamic"),
+        ({"cache": "paged"}, "choose .latent"),
     ],
 )
 def test_refuses_options(options: dict[str, Any], words: str) -> None:
