@@ -64,10 +64,11 @@ DIMS: dict[str, Any] = {
 class Side:
     """One way to take the step: a model and a cache that holds the history."""
 
-    def __init__(self, model: Any, history: int, seed: int) -> None:
+    def __init__(self, model: Any, history: int, seed: int, cache: Any = None) -> None:
         device = model.device
         self.module = model.model.layers[0].self_attn
-        self.cache = mla_convert.LatentCache() if hasattr(model, "_mla_patch") else DynamicCache()
+        kind = mla_convert.LatentCache if hasattr(model, "_mla_patch") else DynamicCache
+        self.cache = kind() if cache is None else cache
         gen = torch.Generator().manual_seed(seed)
         config, dtype = model.config, model.dtype
         latent = torch.randn(1, 1, history, config.kv_lora_rank, generator=gen).to(device, dtype)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import copy
 import functools
+import os
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer
 
-from mla_convert.errors import UsageError
+from mla_convert.errors import MismatchError, UsageError
+from mla_convert.patches.cache_files import read_layers, write_layers
 from mla_convert.patches.cache_formats import CacheFormat, parse_format
 from mla_convert.patches.latent_layer import LatentLayer
 
@@ -71,6 +74,42 @@ class LatentCache(DynamicCache):
             layer.fork() if isinstance(layer, LatentLayer) else copy.deepcopy(layer) for layer in self.layers
         ]
         return other
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write what is stored to the new file ``path`` (safetensors); room to grow is not written.
+
+        Raises:
+            UsageError: the file is there already, cannot be written, or a layer is not a latent one.
+        """
+        write_layers(self.layers, path)
+
+    @classmethod
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        config: PreTrainedConfig | None = None,
+        *,
+        capacity: int | None = None,
+        device: torch.device | str = "cpu",
+    ) -> LatentCache:
+        """The cache that :meth:`save` wrote, in the format that it had.
+
+        Args:
+            config: of the model that it will be used with; the file is then checked against it.
+            capacity: as for a new cache.
+
+        Raises:
+            CheckpointError: no such file, not one of these, or damaged.
+            MismatchError: it was saved with a model of other widths, or of another number of layers, than ``config``.
+        """
+        layers = read_layers(path, torch.device(device), capacity, _widths(config))
+        cache = cls(config, format=str(layers[0].form) if layers else "model", capacity=capacity)
+        if config is not None and len(layers) != len(cache.layers):
+            raise MismatchError(
+                f"{path} holds {len(layers)} layers, the model has {len(cache.layers)}: it was saved with another model"
+            )
+        cache.layers = list(layers)
+        return cache
 
     @property
     def stored_bytes(self) -> int:

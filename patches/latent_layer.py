@@ -153,6 +153,12 @@ class LatentLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         self.rows, self.shared = rows, False
         return rows
 
+    def adopt_rows(self, rows: Tensor, layout: RowLayout) -> None:
+        """Begin with ``rows`` [B, T, width], which this layer may write to from now on."""
+        self.rows, self.layout, self.form, self.length = rows, layout, layout.form, rows.shape[1]
+        self.device = rows.device
+        self.shared, self.is_initialized = False, True
+
     def _check_capacity(self, tokens: int) -> None:
         if self.capacity is not None and tokens > self.capacity:
             raise UsageError(

@@ -11,7 +11,7 @@ import torch
 from decode_cases import Case, build
 
 from mla_convert.errors import UsageError
-from mla_convert.kernels import absorbed_decode, dense, flashmla_views, merge
+from mla_convert.kernels import absorbed_decode, dense, flashmla_views, merge, torch_decode
 from mla_convert.kernels.arguments import DecodeArguments
 from mla_convert.kernels.history import decode_latent
 from mla_convert.kernels.reference import absorbed_decode_reference, expanded_attention, visible_positions
@@ -108,7 +108,8 @@ def test_against_reference(case: Case) -> None:
 @pytest.mark.parametrize("case", [c for c in CASES if c.dtype != torch.float64], ids=str)
 def test_products_against_reference(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """The path of other devices and of compiled code: shapes do not depend on values, no flash kernel."""
-    monkeypatch.setattr(torch_decode, "being_traced", lambda: True)
+    for module in (torch_decode, dense):
+        monkeypatch.setattr(module, "being_traced", lambda: True)
     args = build(case)
     assert_close(args, *run(args))
 
