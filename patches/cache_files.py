@@ -79,7 +79,7 @@ def read_layers(
     try:
         with safe_open(os.fspath(path), "pt", device=str(device)) as file:
             described = _metadata(path, file.metadata() or {})
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # not a dictionary
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # not a dictionary
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path} cannot be read as a saved LatentCache: {error}") from error
     layers = [LatentLayer(capacity=capacity, expected=expected) for _ in described]

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, LogitsProcessor, LogitsProcessorList, Pr
 
 import mla_convert
 from mla_convert.errors import PatchError
-from mla_convert.patches.cache import LatentLayer
+from mla_convert.patches.latent_layer import LatentLayer
 
 PATCHINGS = [{}, {"form": "fused"}]
 

@@ -23,7 +23,7 @@ from transformers.cache_utils import (
 )
 
 import mla_convert
-from mla_convert.patches.cache import LatentLayer
+from mla_convert.patches.latent_layer import LatentLayer
 
 
 @pytest.fixture(params=["small", pytest.param("trained", marks=pytest.mark.slow)])
