@@ -17,6 +17,7 @@ from mla_convert.errors import PatchError, UsageError
 from mla_convert.kernels.dispatch import choose_backend, describe_backend, warm_up
 from mla_convert.patches.adapters import unwrapped
 from mla_convert.patches.attention import PREFIX, begin_call, end_call, passed_through, registered_name
+from mla_convert.patches.cache import LatentCache
 from mla_convert.patches.cache_formats import parse_cache
 from mla_convert.patches.forms import PLAIN
 from mla_convert.patches.fused import FusedOutput, FusedQuery
@@ -246,7 +247,9 @@ def _options(model: Any, backend: str, prefill_threshold: int | str, cache: str)
     whole = isinstance(prefill_threshold, int) and not isinstance(prefill_threshold, bool) and prefill_threshold >= 0
     if not whole and prefill_threshold != "auto":
         raise UsageError(f'prefill_threshold is "auto" or a number of tokens from 0, found {prefill_threshold!r}')
-    parse_cache(cache)
+    form = parse_cache(cache)
+    if form is not None and form.coded:
+        LatentCache(model.config, format=str(form))  # refuses what no layer of the model could use
     return Options(backend, prefill_threshold, cache)
 
 

@@ -21,6 +21,8 @@ from mla_convert.patches.latent_layer import LatentLayer
 class LatentCache(DynamicCache):
     """A transformers cache whose full-attention layers are :class:`LatentLayer`; other layers stay as they are.
 
+    Layers of other kinds (windows, linear attention, an indexer's keys) keep the model's dtype.
+
     In the model's dtype it holds what ``DynamicCache`` holds, bit for bit. A format of codes rounds each latent once,
     when it is appended; a patched model decodes from the codes, everything else reads the numbers back from them.
 
@@ -32,8 +34,9 @@ class LatentCache(DynamicCache):
         offloading: as for ``DynamicCache``.
 
     Raises:
-        UsageError: for arguments that are not known. ``update`` raises it for tokens of another model, dtype or batch,
-            and for more than ``capacity``; ``crop`` for more tokens than are stored.
+        UsageError: for arguments that are not known, or codes for a model without full-attention layers. ``update``
+            raises it for tokens of another model, dtype or batch, and for more than ``capacity``; ``crop`` for more
+            tokens than are stored.
     """
 
     def __init__(
@@ -48,10 +51,20 @@ class LatentCache(DynamicCache):
         if capacity is not None and (not isinstance(capacity, int) or isinstance(capacity, bool) or capacity < 1):
             raise UsageError(f"capacity is a number of tokens from 1, or None to grow; found {capacity!r}")
         super().__init__(config=config, offloading=offloading)
-        make: Any = functools.partial(LatentLayer, self.format, capacity, _widths(config))
-        self.layers = [make() if type(layer) is DynamicLayer else layer for layer in self.layers]
+        make: Any = functools.partial(LatentLayer, self.format, capacity)
+        expected = _widths(config, len(self.layers))
+        self.layers = [
+            make(width) if type(layer) is DynamicLayer else layer
+            for layer, width in zip(self.layers, expected, strict=True)
+        ]
         if self.layer_class_to_replicate is DynamicLayer:
             self.layer_class_to_replicate = make
+        elif self.format.coded and not any(isinstance(layer, LatentLayer) for layer in self.layers):
+            kinds = sorted({type(layer).__name__ for layer in self.layers})
+            raise UsageError(
+                f"format {str(self.format)!r} is for layers of full attention, and this model has none "
+                f"({', '.join(kinds)}): use the model's dtype"
+            )
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -102,12 +115,15 @@ class LatentCache(DynamicCache):
             CheckpointError: no such file, not one of these, or damaged.
             MismatchError: it was saved with a model of other widths, or of another number of layers, than ``config``.
         """
-        layers = read_layers(path, torch.device(device), capacity, _widths(config))
+        layers = read_layers(path, torch.device(device), capacity)
         cache = cls(config, format=str(layers[0].form) if layers else "model", capacity=capacity)
         if config is not None and len(layers) != len(cache.layers):
             raise MismatchError(
                 f"{path} holds {len(layers)} layers, the model has {len(cache.layers)}: it was saved with another model"
             )
+        for index, layer in enumerate(layers):
+            layer.expected = getattr(cache.layers[index], "expected", None) if config is not None else None
+            layer.check_widths(f"{path}, layer {index}")
         cache.layers = list(layers)
         return cache
 
@@ -118,11 +134,13 @@ class LatentCache(DynamicCache):
         return sum(r[:, :length].numel() * r.element_size() for r, length in rows if r is not None)
 
 
-def _widths(config: PreTrainedConfig | None) -> tuple[int, int] | None:
-    """(C, R) that a config gives; None where it gives none."""
-    text = None if config is None else config.get_text_config(decoder=True)
-    latent, rope = getattr(text, "kv_lora_rank", None), getattr(text, "qk_rope_head_dim", None)
-    return (latent, rope) if isinstance(latent, int) and isinstance(rope, int) else None
+def _widths(config: PreTrainedConfig | None, layers: int) -> list[tuple[int, int] | None]:
+    """(C, R) of each layer by its part of the config; None where that says nothing."""
+    parts = [] if config is None else list(config.get_text_config(decoder=True).per_layer_config)
+    if len(parts) != layers:
+        return [None] * layers
+    found = [(getattr(part, "kv_lora_rank", None), getattr(part, "qk_rope_head_dim", None)) for part in parts]
+    return [(c, r) if isinstance(c, int) and isinstance(r, int) else None for c, r in found]
 
 
 def adopt(cache: Cache, index: int, form: CacheFormat | None = None) -> None:

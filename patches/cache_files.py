@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from mla_convert.errors import CheckpointError, MismatchError, UsageError
+from mla_convert.errors import CheckpointError, UsageError
 from mla_convert.patches.cache_formats import parse_format
 from mla_convert.patches.cache_rows import RowLayout
 from mla_convert.patches.latent_layer import LatentLayer
@@ -64,17 +64,12 @@ def _describe(layer: LatentLayer) -> dict[str, Any]:
     return {"format": str(layout.form), "latent": layout.latent, "rope": layout.rope, "dtype": dtype}
 
 
-def read_layers(
-    path: str | os.PathLike[str], device: torch.device, capacity: int | None, expected: tuple[int, int] | None
-) -> list[LatentLayer]:
-    """The layers of a file that :func:`write_layers` wrote.
-
-    Args:
-        capacity, expected: of :class:`LatentLayer`.
+def read_layers(path: str | os.PathLike[str], device: torch.device, capacity: int | None) -> list[LatentLayer]:
+    """The layers of a file that :func:`write_layers` wrote, each with ``capacity``.
 
     Raises:
         CheckpointError: no such file, not one of these, or damaged.
-        MismatchError: it holds latents of another model than ``expected`` says.
+        UsageError: more tokens are stored than ``capacity``.
     """
     try:
         with safe_open(os.fspath(path), "pt", device=str(device)) as file:
@@ -82,7 +77,7 @@ def read_layers(
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # not a dictionary
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path} cannot be read as a saved LatentCache: {error}") from error
-    layers = [LatentLayer(capacity=capacity, expected=expected) for _ in described]
+    layers = [LatentLayer(capacity=capacity) for _ in described]
     for index, (layer, entry) in enumerate(zip(layers, described, strict=True)):
         _fill(layer, entry, tensors.pop(f"layers.{index}.rows", None), f"{path}, layer {index}")
     if tensors:
@@ -116,11 +111,6 @@ def _fill(layer: LatentLayer, entry: dict[str, Any], rows: Tensor | None, where:
     if rows is None or not fits:
         found = "none" if rows is None else f"{list(rows.shape)} {rows.dtype}"
         raise CheckpointError(f"{where}: needs {layout.form} rows of {layout.width}, found {found}: save it again")
-    if layer.expected not in (None, (layout.latent, layout.rope)):
-        raise MismatchError(
-            f"{where} holds latents with (C, R) = {(layout.latent, layout.rope)}, the model's are {layer.expected}: "
-            "it was saved with another model"
-        )
     if layer.capacity is not None and rows.shape[1] > layer.capacity:
         raise UsageError(f"{where} holds {rows.shape[1]} tokens, more than the capacity of {layer.capacity}")
     layer.adopt_rows(rows, layout)

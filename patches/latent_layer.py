@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
-from mla_convert.errors import UsageError
+from mla_convert.errors import MismatchError, UsageError
 from mla_convert.patches.cache_formats import CacheFormat
 from mla_convert.patches.cache_rows import RowLayout
 from mla_convert.patches.call import Handover
+from mla_convert.patches.rounding import with_gradient
 
 #: Tokens of room behind a newly allocated history: this many, or a quarter of it.
 SMALLEST_ROOM = 128
@@ -107,7 +108,7 @@ class LatentLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         keys, values = self.keys, self.values
         assert keys is not None and values is not None
         if graph and layout.form.coded:
-            return _with_gradient(keys, key_states), _with_gradient(values, value_states)
+            return with_gradient(keys, key_states), with_gradient(values, value_states)
         return keys, values
 
     def _hand_over(self, handover: Handover) -> tuple[Tensor, Tensor]:
@@ -158,6 +159,14 @@ class LatentLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         self.rows, self.layout, self.form, self.length = rows, layout, layout.form, rows.shape[1]
         self.device = rows.device
         self.shared, self.is_initialized = False, True
+
+    def check_widths(self, where: str) -> None:
+        """Raise a MismatchError if what is stored is of another model than expected."""
+        if self.layout is not None and self.expected not in (None, (self.layout.latent, self.layout.rope)):
+            raise MismatchError(
+                f"{where} holds latents with (C, R) = {(self.layout.latent, self.layout.rope)}, the model's are "
+                f"{self.expected}: it was saved with another model"
+            )
 
     def _check_capacity(self, tokens: int) -> None:
         if self.capacity is not None and tokens > self.capacity:
@@ -255,23 +264,3 @@ class LatentLayer(DynamicLayer):  # type: ignore[no-untyped-call]
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the sequences ``indices`` only."""
         self._replace(lambda rows: rows[indices, ...])
-
-
-class _Rounded(torch.autograd.Function):
-    """Numbers that were rounded, with the gradient of those that they came from."""
-
-    @staticmethod
-    def forward(ctx: Any, history: Tensor, new: Tensor) -> Tensor:
-        """``history`` [B, 1, T, ·], whose last S tokens are ``new`` [B, 1, S, ·], rounded."""
-        ctx.count = new.shape[2]
-        return history.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        """The gradient of the last S tokens."""
-        return None, gradient[:, :, -ctx.count :]
-
-
-def _with_gradient(history: Tensor, new: Tensor) -> Tensor:
-    rounded: Tensor = _Rounded.apply(history, new)  # type: ignore[no-untyped-call]
-    return rounded

@@ -47,11 +47,11 @@ class _Batch:
         return any(self.lengths) or len(set(self.counts)) > 1
 
 
-class PagedLayer(CacheLayerMixin):
+class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     """One layer's pages: rows [pages, page, width], filled where the table says."""
 
     def __init__(self, table: PageTable, form: CacheFormat) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.table, self.form = table, form
         self.batch: _Batch | None = None
         self.handover: Handover | None = None
@@ -180,7 +180,8 @@ class PagedLatentCache(Cache):
         self.table = PageTable(pages, page)
         self.format = parse_format(format)
         layers = len(DynamicCache(config=config).layers)
-        super().__init__(layers=[PagedLayer(self.table, self.format) for _ in range(layers)])
+        self._paged = [PagedLayer(self.table, self.format) for _ in range(layers)]
+        super().__init__(layers=list(self._paged))
 
     def add(self) -> int:
         """The number of a new, empty sequence."""
@@ -222,19 +223,19 @@ class PagedLatentCache(Cache):
             raise UsageError(f"a batch has at least one sequence, each with at least one new token; found {counts}")
         copies = self.table.reserve(sequences, counts)
         lengths = tuple(self.table.lengths[sequence] for sequence in sequences)
-        for layer in self.layers:
+        for layer in self._paged:
             layer.copy_pages(copies)
             layer.batch = _Batch(tuple(sequences), tuple(counts), lengths)
         try:
             yield
             self.table.advance(sequences, counts)
         finally:
-            for layer in self.layers:
+            for layer in self._paged:
                 layer.batch = None
 
     def positions(self, tokens: int, device: torch.device | str = "cpu") -> Tensor:
         """``position_ids`` int64 [B, S] of the present batch, padded at the left to S = ``tokens`` (with zeros)."""
-        batch = self.layers[0].batch
+        batch = self._paged[0].batch
         if batch is None:
             raise UsageError("positions belong to a batch: call it inside `with cache.batch(...):`")
         ends = torch.tensor([n + c for n, c in zip(batch.lengths, batch.counts, strict=True)], device=device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pathlib
 from typing import Any
 
+import family_models
 import models
 import pytest
 import torch
@@ -128,10 +129,10 @@ def test_refuses_files_that_are_damaged_or_something_else(tmp_path: pathlib.Path
 
 def test_refuses_a_file_of_another_model(tmp_path: pathlib.Path) -> None:
     path, config = saved(tmp_path), models.deepseek_v3().config
-    with pytest.raises(MismatchError, match="C, R"):
-        mla_convert.LatentCache.load(path, config)
-    config.kv_lora_rank, config.qk_rope_head_dim = 8, 4
     with pytest.raises(MismatchError, match="1 layers, the model has 2"):
+        mla_convert.LatentCache.load(path, config)
+    config = models.deepseek_v3(num_hidden_layers=1).config
+    with pytest.raises(MismatchError, match="C, R"):
         mla_convert.LatentCache.load(path, config)
     with pytest.raises(UsageError, match="more than the capacity"):
         mla_convert.LatentCache.load(path, capacity=4)
@@ -153,6 +154,15 @@ def test_refuses_a_cache_of_another_model() -> None:
         wider(models.tokens(1, 3), cache=mla_convert.LatentCache(model.config))
     with pytest.raises(UsageError, match="of 2 layers, and layer 2"):
         deeper(models.tokens(1, 3), cache=mla_convert.LatentCache(model.config))
+
+
+def test_refuses_codes_that_no_layer_would_hold() -> None:
+    model = family_models.make("deepseek_v32")
+    with pytest.raises(UsageError, match="DynamicIndexedLayer"):
+        mla_convert.LatentCache(model.config, format="int8")
+    with pytest.raises(UsageError, match="DynamicIndexedLayer"):
+        mla_convert.patch(model, cache="latent:int8")
+    mla_convert.patch(model)
 
 
 @torch.inference_mode()
