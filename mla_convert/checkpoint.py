@@ -18,10 +18,11 @@ from mla_convert.folders import Layout, Stored, find_tensors, open_folder, read_
 from mla_convert.formats import count_nonfinite, refuse_nonfinite, refuse_overflow
 from mla_convert.integrity import check_layers
 from mla_convert.paths import path_of, reading
-from mla_convert.quantization_config import Quantization, SourceScheme, parse_quantization
+from mla_convert.quantization_config import parse_quantization
 from mla_convert.quantized import find_quantized, split_name
 from mla_convert.readers import Codes
 from mla_convert.shards import is_readable, parse_json, read_metadata, read_piece
+from mla_convert.source_schemes import Quantization, SourceScheme
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,7 +17,7 @@ from mla_convert.units import format_bytes
 if TYPE_CHECKING:
     from mla_convert.conversion_report import ConversionReport
     from mla_convert.demo import DemoReport
-    from mla_convert.inspection import Inspection
+    from mla_convert.inspection_report import Inspection
     from mla_convert.judgement import VerificationReport
     from mla_convert.report import BenchmarkReport
 

@@ -15,6 +15,7 @@ from mla_convert.coding import Rounder, nearest
 from mla_convert.conversion_report import ConversionReport, make_report
 from mla_convert.destination import FOLDER, MANIFEST, check_space
 from mla_convert.errors import UsageError
+from mla_convert.hub import HubPath, local_folder
 from mla_convert.manifest import Manifest
 from mla_convert.manifest_reading import read_manifest
 from mla_convert.order import Order, order_layout, order_sidecar, order_standalone
@@ -58,8 +59,8 @@ def convert(
 ) -> ConversionReport:
     """Precompute the absorbed weights of a checkpoint and store them beside it, or in a folder of their own.
 
-    ``source`` is the checkpoint's folder, ``out`` the folder to write (``source`` itself means its subfolder
-    ``mla_absorbed``). ``form`` is ``factored``, ``fused`` or ``auto``, for both sides, and ``qk`` and ``vo`` override
+    ``source`` is the checkpoint's folder, or ``org/name[@revision]`` on the hub; ``out`` is the folder to write (the
+    source itself means its subfolder ``mla_absorbed``). ``form`` is ``factored``, ``fused`` or ``auto``, for both sides, and ``qk`` and ``vo`` override
     it for the key side and the value side; ``auto`` takes what reads fewer numbers per decode step. ``dtype`` is that
     of the stored weights: ``source`` (of a quantized source: the config's), ``bfloat16``, ``float16`` or ``float32``.
     ``quantize`` codes both sides, in ``int8`` (a scale per row), ``fp8`` or ``int4``; ``qk_bits`` and ``vo_bits`` (4, 8
@@ -96,8 +97,14 @@ def convert(
         refuse_recipe(target, form=form, qk=qk, vo=vo, dtype=dtype, quantize=quantize, qk_bits=qk_bits, vo_bits=vo_bits)
     wanted = parse_forms(form, qk, vo)
     stored_dtype, where = parse_dtype(dtype), parse_device(device)
-    checkpoint = source if isinstance(source, Checkpoint) else Checkpoint.open(source)
+    whole = target != "sidecar" or measure or calibrate is not None
+    checkpoint = source if isinstance(source, Checkpoint) else _open(source, whole=whole)
     folder = path_of(out, "OUT")
+    if isinstance(checkpoint.path, HubPath) and (whole or (not isinstance(source, Checkpoint) and _same(source, out))):
+        raise UsageError(
+            f"{source} is a repository on the hub, which is read in parts and not written to; give a folder of its own "
+            "as OUT, or download the model first: hf download"
+        )
     if target in ("hf", "native"):
         order = order_layout(checkpoint, target, folder, parts=parts, max_shard_bytes=max_shard_bytes, dry_run=dry_run)
     else:
@@ -124,6 +131,16 @@ def convert(
 
     quality = report_quality(checkpoint.path, order.goal.folder, (schemes["qk"], schemes["vo"]))
     return dataclasses.replace(report, quality=quality)
+
+
+def _same(source: str | os.PathLike[str], out: str | os.PathLike[str]) -> bool:
+    return path_of(source, "SOURCE") == path_of(out, "OUT")
+
+
+def _open(source: str | os.PathLike[str], *, whole: bool) -> Checkpoint:
+    """The source; where all of it is needed, a hub id stands for its snapshot in the hub client's cache."""
+    path = path_of(source, "SOURCE")
+    return Checkpoint.open(local_folder(path) if whole else path)
 
 
 def _rounder(checkpoint: Checkpoint, text: str | os.PathLike[str] | None) -> Rounder:

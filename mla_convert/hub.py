@@ -7,7 +7,6 @@ there. All requests go through the hub client: its endpoint, token, offline mode
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import functools
 import io
@@ -22,6 +21,7 @@ from typing import Any
 
 from mla_convert import hub_ranges
 from mla_convert.errors import CheckpointError
+from mla_convert.hub_errors import hub_errors
 
 if sys.platform == "win32":
     _Path = pathlib.WindowsPath
@@ -78,11 +78,13 @@ class HubPath(_Path):
         return self
 
     def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
-        """Size of the file; files of a commit never change, so that all are of one time."""
+        """Size of the file; files of a commit never change, so that all are of one time, and on no disk of ours."""
+        if not self.inside:
+            return os.stat_result((0o40555, 0, -1, 0, 0, 0, 0, 0, 0, 0), {"st_mtime_ns": 0})
         size = _listing(self.repo_id, self.commit).get(self.inside)
         if size is None:
             raise FileNotFoundError(errno.ENOENT, "no such file in the repository", str(self))
-        return os.stat_result((0o100444, 0, 0, 0, 0, 0, size, 0, 0, 0), {"st_mtime_ns": 0})
+        return os.stat_result((0o100444, 0, -1, 0, 0, 0, size, 0, 0, 0), {"st_mtime_ns": 0})
 
     def open(self, mode: str = "r", buffering: int = -1, *_: Any, **__: Any) -> Any:
         """The file as a raw stream of bytes: what is not read is not fetched."""
@@ -250,49 +252,3 @@ def _cache() -> str:
     from huggingface_hub import constants
 
     return str(constants.HF_HUB_CACHE)
-
-
-@contextlib.contextmanager
-def hub_errors(repo_id: str, revision: str = "main", *, text: str = "") -> Iterator[None]:
-    """Whatever the hub client raises, as one CheckpointError that says what to do."""
-    from huggingface_hub import errors
-
-    try:
-        yield
-    except errors.GatedRepoError as error:
-        raise CheckpointError(
-            f"{repo_id} is on the hub, and may not be read without leave: accept its conditions on its page, and log "
-            "in with `hf auth login` or set HF_TOKEN"
-        ) from error
-    except errors.RepositoryNotFoundError as error:
-        raise CheckpointError(
-            f"there is no folder {text or repo_id}, and no repository {repo_id} on the hub that may be read; check the "
-            "name, or, where it is private, log in with `hf auth login`"
-        ) from error
-    except errors.RevisionNotFoundError as error:
-        raise CheckpointError(
-            f"{repo_id} on the hub has no revision {revision!r}; give a branch, a tag or a whole commit after the @"
-        ) from error
-    except (errors.OfflineModeIsEnabled, errors.LocalEntryNotFoundError) as error:
-        raise CheckpointError(
-            f"a part of {repo_id} that is needed was not read before, and the hub cannot be asked now "
-            f"({hub_ranges.reason(error)}); go online (HF_HUB_OFFLINE=0) and run this again"
-        ) from error
-    except errors.EntryNotFoundError as error:
-        raise CheckpointError(f"{repo_id} on the hub lacks a file ({hub_ranges.reason(error)})") from error
-    except errors.HFValidationError as error:
-        raise CheckpointError(
-            f"there is no folder {text or repo_id}, and it is no hub id ({hub_ranges.reason(error)})"
-        ) from error
-    except hub_ranges.connection_errors() as error:
-        raise CheckpointError(
-            f"{repo_id} cannot be read from the hub ({hub_ranges.reason(error)}); what was read so far is kept: try "
-            "again later"
-        ) from error
-    except OSError as error:
-        if error.errno != errno.ENOSPC:
-            raise
-        raise CheckpointError(
-            f"the disk is full that what is read of {repo_id} is kept on ({hub_ranges.folder(repo_id)}); free some "
-            "space, or set HF_HOME to a folder on another disk"
-        ) from error

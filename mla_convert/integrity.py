@@ -8,8 +8,8 @@ from mla_convert.architectures import LayerSpec
 from mla_convert.errors import CheckpointError, FormatError
 from mla_convert.folders import Stored
 from mla_convert.formats import CODES, PLAIN_DTYPES, plain
-from mla_convert.quantization_config import Quantization
 from mla_convert.quantized import QuantizedWeight
+from mla_convert.source_schemes import Quantization
 
 
 def check_layers(

@@ -1,120 +1,19 @@
 """What a config says of quantized weights: which modules are stored in codes, and how, as data.
 
 Each way of saying so is a row of :data:`METHODS`, by its ``quant_method``: a function from that block of the config to
-a :class:`Quantization`. How the stored tensors of a scheme become numbers stands in :mod:`mla_convert.quantized`.
+a :class:`Quantization`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import fnmatch
-import functools
-import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from mla_convert.errors import FormatError
+from mla_convert.source_schemes import CHANNEL, TENSOR, Block, Quantization, SourceScheme
 
-#: Rows and columns of a weight that share one scale; None stands for all of them.
-Block = tuple[int | None, int | None]
-TENSOR: Block = (None, None)
-CHANNEL: Block = (1, None)
 _INSTEAD = "dequantize the checkpoint with its own tools, or take one in another form"
-
-
-@dataclasses.dataclass(frozen=True)
-class SourceScheme:
-    """How the weights of some modules are stored.
-
-    ``format`` names a row of :data:`mla_convert.quantized.FORMATS`. ``block`` is how many rows and columns share a
-    scale. ``zero_offset`` is added to a stored zero point.
-    """
-
-    format: str
-    bits: int = 8
-    block: Block = TENSOR
-    symmetric: bool = True
-    zero_offset: int = 0
-
-    @property
-    def label(self) -> str:
-        """The scheme in a few words; two schemes that give other numbers have other labels."""
-        shared = {TENSOR: "one scale", CHANNEL: "a scale per row", (None, 1): "a scale per column"}
-        rows, columns = self.block
-        size = f"groups of {columns}" if rows == 1 else f"blocks of {rows}×{columns}"
-        zero = "" if self.symmetric else ", zero points" + (f" {self.zero_offset:+d}" if self.zero_offset else "")
-        return f"{self.format}, {self.bits} bits, {shared.get(self.block, size)}{zero}"
-
-    @property
-    def is_fp8(self) -> bool:
-        """Whether the codes are FP8 numbers that are multiplied by one scale."""
-        return self.format in ("float8", "float-quantized")
-
-    def grid(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        """Scales down and across a weight [rows, columns], partial blocks at the edges included."""
-        rows, columns = self.sizes(shape)
-        return -(-shape[0] // rows), -(-shape[1] // columns)
-
-    def sizes(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        """Rows and columns of a block of a weight [rows, columns]."""
-        return self.block[0] or max(shape[0], 1), self.block[1] or max(shape[1], 1)
-
-
-@dataclasses.dataclass(frozen=True)
-class Quantization:
-    """A config's ``quantization_config``: schemes with the modules they are for, and the modules left as they were.
-
-    Modules are named exactly, by ``re:`` and an expression that matches from the start, by wildcards, or by whole
-    words of their path; a name without dots that begins with a capital stands for a class and so for every module. An
-    exact name goes before a pattern, and that before a class. ``unreadable`` says why nothing stored in codes can be
-    read, where that is so; plain weights can be all the same.
-    """
-
-    method: str
-    groups: tuple[tuple[tuple[str, ...], SourceScheme], ...] = ()
-    ignored: tuple[str, ...] = ()
-    unreadable: str | None = None
-
-    def scheme(self, module: str) -> SourceScheme | None:
-        """The scheme of a module that is stored in codes; None where the config has none for it."""
-        fitting = [
-            (_rank(target), number)
-            for number, (targets, _) in enumerate(self.groups)
-            for target in targets
-            if stands_for(target, module)
-        ]
-        return self.groups[min(fitting)[1]][1] if fitting else None
-
-    def ignores(self, module: str) -> bool:
-        """Whether the config lists the module among those left as they were."""
-        return any(stands_for(pattern, module) for pattern in self.ignored)
-
-
-def _rank(target: str) -> int:
-    return 2 if _is_class(target) else 1 if target.startswith("re:") or "*" in target else 0
-
-
-def _is_class(target: str) -> bool:
-    return target[:1].isupper() and "." not in target
-
-
-def stands_for(pattern: str, module: str) -> bool:
-    """Whether an entry of a config's list stands for a module."""
-    if pattern.startswith("re:"):
-        return _expression(pattern.removeprefix("re:")).match(module) is not None
-    if any(wildcard in pattern for wildcard in "*?["):
-        return fnmatch.fnmatchcase(module, pattern)
-    return _is_class(pattern) or f".{pattern.strip('.')}." in f".{module}."
-
-
-@functools.cache
-def _expression(text: str) -> re.Pattern[str]:
-    try:
-        return re.compile(text)
-    except re.error as error:
-        raise FormatError(
-            f"the config's quantization_config has the expression {text!r}, which is none: {error}"
-        ) from None
 
 
 def parse_quantization(config: Mapping[str, Any], modelopt: Mapping[str, Any] | None = None) -> Quantization | None:

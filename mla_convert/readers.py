@@ -28,11 +28,9 @@ compressed-tensors, bitsandbytes and torchao are imported when first needed: imp
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import importlib
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -40,7 +38,7 @@ from torch import Tensor
 
 from mla_convert.errors import FormatError
 from mla_convert.formats import count_nonfinite, decode_scale, dequantize_blocks, refuse_nonfinite, refuse_overflow
-from mla_convert.quantization_config import CHANNEL, TENSOR, SourceScheme
+from mla_convert.source_schemes import CHANNEL, TENSOR, SourceScheme
 
 #: Where column c of eight stands in an int32 of AWQ, counted in codes from the lowest bits.
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -90,7 +88,7 @@ def scaled(codes: Codes, dtype: torch.dtype) -> Tensor:
 def quantized(codes: Codes, dtype: torch.dtype) -> Tensor:
     """``float-quantized`` and ``int-quantized``."""
     zero = None if codes.scheme.symmetric else codes.tensors["weight_zero_point"]
-    return _finish(codes, _by_compressed_tensors(codes, codes.tensors["weight"], zero), dtype)
+    return finish(codes, _by_compressed_tensors(codes, codes.tensors["weight"], zero), dtype)
 
 
 def packed(codes: Codes, dtype: torch.dtype) -> Tensor:
@@ -101,7 +99,7 @@ def packed(codes: Codes, dtype: torch.dtype) -> Tensor:
             f"{codes.called('weight_shape')} is {list(said)}, and {codes.name} has shape {list(codes.shape)}; the "
             "checkpoint is damaged, or of another config: fetch it again"
         )
-    unpack = _library("compressed_tensors.compressors").unpack_from_int32
+    unpack = library("compressed_tensors.compressors").unpack_from_int32
     bits = codes.scheme.bits
     values = unpack(codes.tensors["weight_packed"], bits, torch.Size(said))
     zero = None if codes.scheme.symmetric else codes.tensors["weight_zero_point"]
@@ -109,23 +107,23 @@ def packed(codes: Codes, dtype: torch.dtype) -> Tensor:
         zero = unpack(zero, bits, torch.Size(codes.scheme.grid(said)), packed_dim=0)
     index = codes.tensors.get("weight_g_idx")
     if index is None or bool((index == -1).all()):
-        return _finish(codes, _by_compressed_tensors(codes, values, zero), dtype)
+        return finish(codes, _by_compressed_tensors(codes, values, zero), dtype)
     scale = codes.scale("weight_scale", may_be_zero=True)
-    return _finish(codes, _affine(values, scale, zero, _checked_index(codes, "weight_g_idx", scale.shape[1])), dtype)
+    return finish(codes, _affine(values, scale, zero, _checked_index(codes, "weight_g_idx", scale.shape[1])), dtype)
 
 
 def nvfp4(codes: Codes, dtype: torch.dtype) -> Tensor:
     """``nvfp4-pack-quantized``, and ``modelopt-nvfp4`` with ``weight_scale_2``."""
     stored = codes.tensors["weight_packed" if "weight_packed" in codes.tensors else "weight"]
     rows, columns = codes.shape
-    unpack = _library("compressed_tensors.compressors").unpack_fp4_from_uint8
+    unpack = library("compressed_tensors.compressors").unpack_fp4_from_uint8
     values = unpack(stored, rows, columns, dtype=torch.float32)
     if "weight_scale_2" not in codes.tensors:
-        return _finish(codes, _by_compressed_tensors(codes, values, None), dtype)
+        return finish(codes, _by_compressed_tensors(codes, values, None), dtype)
     # The product of a code and a group's scale is exact, so that only the last factor rounds.
     weight = _affine(values, codes.scale("weight_scale", may_be_zero=True), None, _groups(codes))
     weight *= codes.scale("weight_scale_2").reshape(())
-    return _finish(codes, weight, dtype)
+    return finish(codes, weight, dtype)
 
 
 def awq(codes: Codes, dtype: torch.dtype) -> Tensor:
@@ -135,7 +133,7 @@ def awq(codes: Codes, dtype: torch.dtype) -> Tensor:
     if zero is None:
         values = values.to(torch.int16) - 8
     scale = codes.scale("scales", may_be_zero=True).T
-    return _finish(codes, _affine(values, scale, zero, _groups(codes)), dtype)
+    return finish(codes, _affine(values, scale, zero, _groups(codes)), dtype)
 
 
 def gptq(codes: Codes, dtype: torch.dtype) -> Tensor:
@@ -149,47 +147,10 @@ def gptq(codes: Codes, dtype: torch.dtype) -> Tensor:
     # All zeros with several groups is what is stored where no order was made.
     trivial = index is None or (scale.shape[1] > 1 and not bool(index.any()))
     groups = _groups(codes) if trivial else _checked_index(codes, "g_idx", scale.shape[1])
-    return _finish(codes, _affine(values, scale, zero, groups), dtype)
+    return finish(codes, _affine(values, scale, zero, groups), dtype)
 
 
-def bnb_int8(codes: Codes, dtype: torch.dtype) -> Tensor:
-    """``bitsandbytes-int8``: ``SCB`` holds the largest magnitude of each row."""
-    largest = codes.scale("SCB", may_be_zero=True)
-    # In this order each value is rounded twice at most; the exact quotient of a row may not be a float32.
-    return _finish(codes, codes.tensors["weight"].to(torch.float32) * largest[:, None] / 127, dtype)
-
-
-def bnb_4bit(codes: Codes, dtype: torch.dtype) -> Tensor:
-    """``bitsandbytes-4bit`` (nf4 and fp4, nested or not), by bitsandbytes itself."""
-    functional = _library("bitsandbytes.functional")
-    parts = {suffix.removeprefix("weight."): tensor for suffix, tensor in codes.tensors.items() if suffix != "weight"}
-    with _their_errors(codes, "bitsandbytes"):
-        state = functional.QuantState.from_dict(parts, device=torch.device("cpu"))
-        state.dtype = torch.float32
-        weight = functional.dequantize_4bit(codes.tensors["weight"], state)
-    return _finish(codes, weight, dtype)
-
-
-def torchao(codes: Codes, dtype: torch.dtype) -> Tensor:
-    """``torchao``: tensor subclasses that were taken apart for safetensors, put together by torchao itself."""
-    support = _library("torchao.prototype.safetensors.safetensors_support")
-    module = codes.name.removesuffix("weight")
-    said = codes.metadata.get(codes.name)
-    if said is None:
-        raise FormatError(
-            f"the file of {codes.name} says nothing of it in its metadata, without which torchao's parts mean nothing; "
-            "save the model again with save_pretrained"
-        )
-    tensors = {module + suffix: tensor for suffix, tensor in codes.tensors.items()}
-    with _their_errors(codes, "torchao"):
-        whole, _ = support.unflatten_tensor_state_dict(
-            tensors, {codes.name: said, "tensor_names": json.dumps([codes.name])}
-        )
-        weight = whole[codes.name].dequantize()
-    return _finish(codes, weight, dtype)
-
-
-def _finish(codes: Codes, weight: Tensor, dtype: torch.dtype) -> Tensor:
+def finish(codes: Codes, weight: Tensor, dtype: torch.dtype) -> Tensor:
     """The weight in ``dtype``, after the checks that every weight goes through."""
     if tuple(weight.shape) != codes.shape:
         raise FormatError(
@@ -204,8 +165,8 @@ def _finish(codes: Codes, weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _by_compressed_tensors(codes: Codes, values: Tensor, zero: Tensor | None) -> Tensor:
     """compressed-tensors' own arithmetic, in float32; groups that do not fill the last one are filled for it."""
-    library = _library("compressed_tensors.quantization")
-    dequantize = _library("compressed_tensors.quantization.lifecycle.forward").dequantize
+    quantization = library("compressed_tensors.quantization")
+    dequantize = library("compressed_tensors.quantization.lifecycle.forward").dequantize
     scheme, columns = codes.scheme, codes.shape[1]
     what: dict[str, Any] = {TENSOR: {"strategy": "tensor"}, CHANNEL: {"strategy": "channel"}}.get(scheme.block, {})
     grouped = not what and scheme.block[0] == 1
@@ -216,7 +177,7 @@ def _by_compressed_tensors(codes: Codes, values: Tensor, zero: Tensor | None) ->
     elif not what:
         what = {"strategy": "block", "block_structure": list(scheme.block)}
     kind = "float" if values.is_floating_point() else "int"
-    arguments = library.QuantizationArgs(num_bits=scheme.bits, type=kind, symmetric=scheme.symmetric, **what)
+    arguments = quantization.QuantizationArgs(num_bits=scheme.bits, type=kind, symmetric=scheme.symmetric, **what)
     overall = codes.scale("weight_global_scale") if "weight_global_scale" in codes.tensors else None
     scale = codes.scale("weight_scale", may_be_zero=True)
     weight: Tensor = dequantize(values, scale, zero, arguments, dtype=torch.float32, global_scale=overall)
@@ -257,7 +218,7 @@ def _unpack(stored: Tensor, bits: int, places: tuple[int, ...] | None = None) ->
     return spread.to(torch.uint8).flatten(-2)
 
 
-def _library(module: str) -> Any:
+def library(module: str) -> Any:
     """A module of one of the libraries that read their own formats; FormatError where it is not installed."""
     package = module.partition(".")[0].replace("_", "-")
     try:
@@ -266,17 +227,4 @@ def _library(module: str) -> Any:
         raise FormatError(
             f"weights that {package} has stored are read by {package} itself, which cannot be imported here ({error}): "
             f"pip install {package}"
-        ) from error
-
-
-@contextlib.contextmanager
-def _their_errors(codes: Codes, library: str) -> Iterator[None]:
-    """What a library raises for tensors that it cannot put together, as one error of ours."""
-    try:
-        yield
-    except Exception as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        raise FormatError(
-            f"{codes.name} cannot be read by {library} ({reason}): the checkpoint is damaged, or from another version "
-            f"of {library}"
         ) from error

@@ -29,7 +29,7 @@ from variants import (
 
 from mla_convert.checkpoint import Checkpoint, tensor_digest
 from mla_convert.errors import CheckpointError
-from mla_convert.quantization_config import SourceScheme
+from mla_convert.source_schemes import SourceScheme
 
 KV_B = "model.layers.0.self_attn.kv_b_proj.weight"
 O_PROJ = "model.layers.0.self_attn.o_proj.weight"

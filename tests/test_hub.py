@@ -22,7 +22,7 @@ from mla_convert import hub as hub_module
 from mla_convert import hub_ranges
 from mla_convert.checkpoint import Checkpoint
 from mla_convert.conversion import convert
-from mla_convert.errors import CheckpointError
+from mla_convert.errors import CheckpointError, UsageError
 from mla_convert.hub import local_folder
 from mla_convert.inspection import inspect_checkpoint
 
@@ -175,6 +175,17 @@ def test_a_snapshot_in_the_client_s_cache(hub: Hub, tmp_path: pathlib.Path, invo
     (folder / "model-00002-of-00003.safetensors").unlink()
     with pytest.raises(CheckpointError, match="download it first"):
         local_folder(pathlib.Path(NAME))
+
+
+def test_what_needs_the_whole_model(hub: Hub, tmp_path: pathlib.Path) -> None:
+    """A whole folder is made of a snapshot, and the repository itself is nowhere to write to."""
+    with pytest.raises(CheckpointError, match="download it first: hf download org/example"):
+        convert(NAME, tmp_path / "whole", target="standalone")
+    with pytest.raises(UsageError, match="read in parts and not written to; give a folder of its own"):
+        convert(NAME, NAME)
+    with pytest.raises(UsageError, match="read in parts"):
+        convert(Checkpoint.open(NAME), tmp_path / "whole", target="hf")
+    assert not (tmp_path / "org").exists() and not (tmp_path / "whole").exists()
 
 
 def test_a_folder_wins(hub: Hub, tmp_path: pathlib.Path) -> None:

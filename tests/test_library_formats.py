@@ -117,7 +117,7 @@ def test_a_library_that_is_not_there(package: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(sys.modules, f"{package}.functional", None)
     name = package.replace("_", "-")
     with pytest.raises(FormatError, match=f"{name} has stored are read by {name} itself.*pip install {name}"):
-        readers._library(f"{package}.functional")
+        readers.library(f"{package}.functional")
 
 
 def test_the_packing_of_the_tests() -> None:
