@@ -60,11 +60,12 @@ class Reader:
 
 def kinds(thing: object) -> tuple[str, ...]:
     """Full names of a thing's class and of the classes that it derives from."""
-    return _names(type(thing))
+    found: Any = type(thing)  # a class is hashable, whatever a type checker makes of object's
+    return _names(found)
 
 
 @functools.cache  # asked in each step
-def _names(kind: type) -> tuple[str, ...]:
+def _names(kind: type[Any]) -> tuple[str, ...]:
     return tuple(f"{one.__module__}.{one.__qualname__}" for one in kind.__mro__)
 
 
