@@ -238,3 +238,15 @@ def problems(target: str) -> list[Problem]:
 def grid(target: str) -> list[tuple[Problem, Tile]]:
     """All tiles of an architecture with all problems."""
     return [case for problem in problems(target) for case in cases(target, problem)]
+
+
+def spread(target: str) -> list[tuple[Problem, Tile]]:
+    """Cases of :func:`grid` that hold every tile with every dtype and format, and every width and variant once."""
+    seen: set[object] = set()
+    chosen = []
+    for problem, tile in grid(target):
+        new = {(tile, problem.dtype), (tile, problem.codes), problem.latent, ("R", problem.rope), problem.variant}
+        if not new <= seen:
+            chosen.append((problem, tile))
+            seen |= new
+    return chosen

@@ -51,7 +51,8 @@ def test_joining_parts() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("target", aot.TARGETS)
 def test_every_tile(target: str) -> None:
-    cases = decode_aot.grid(target)
+    """Each with every dtype and format; ``make kernel-report`` compiles all combinations."""
+    cases = decode_aot.spread(target)
     built = aot.compile_all(decode_aot.part_request(problem, target, tile) for problem, tile in cases)
     missed = [
         (str(problem), tile, found)
