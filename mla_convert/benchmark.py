@@ -93,9 +93,9 @@ def bench(
             f"bench takes a transformers model or a checkpoint folder, found {type(model_or_source).__name__}"
         )
     lengths = _check_contexts(contexts, model)
-    try_out(model, name)
     patched = twin(model)
     description = patch(patched, absorbed, form=form, qk=qk, vo=vo, backend=backend).describe()
+    try_out(model, name)
     run = _Run(twin(model), patched, repetitions, batch, len(lengths), progress)
     rows = tuple(run.measure(length) for length in lengths)
     return BenchmarkReport(

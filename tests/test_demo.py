@@ -131,5 +131,6 @@ def test_nothing_is_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
         with pytest.raises(UsageError, match=f"{taken} is there already"):
             demo.demo(taken)
     result = invoke("demo", "--out", "no/folder")
-    assert (result.exit_code, result.stderr) == (2, "error: no/folder: No such file or directory\n")
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: no/folder cannot be made (No such file or directory): ")
     assert (tmp_path / "mine").read_text("utf-8") == "mine" and not list((tmp_path / "mla-demo").iterdir())
