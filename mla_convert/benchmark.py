@@ -38,7 +38,7 @@ from mla_convert.quiet import no_loading_bars
 from mla_convert.recipe import parse_device, parse_dtype, parse_forms
 from mla_convert.report import BenchmarkReport, ContextTiming, Spread
 from mla_convert.storage import own_sidecar
-from mla_convert.trial import try_out
+from mla_convert.trial import refuse_nonfinite_logits, try_out
 
 DEFAULT_CONTEXTS = (64, 1024, 4096)
 #: Below this, quartiles are the repetitions themselves.
@@ -77,6 +77,7 @@ def bench(
 
     Raises:
         UsageError: arguments that don't fit together, a context beyond the model's ``max_position_embeddings``.
+        CheckpointError: the original does not run, or gives NaN or infinite logits.
         Whatever ``patch`` and loading raise.
     """
     _check_counts(repetitions, batch)
@@ -96,7 +97,7 @@ def bench(
     patched = twin(model)
     description = patch(patched, absorbed, form=form, qk=qk, vo=vo, backend=backend).describe()
     try_out(model, name)
-    run = _Run(twin(model), patched, repetitions, batch, len(lengths), progress)
+    run = _Run(twin(model), patched, name, repetitions, batch, len(lengths), progress)
     rows = tuple(run.measure(length) for length in lengths)
     return BenchmarkReport(
         model=f"{name} ({description.family}, {len(description.layers)} layers)",
@@ -145,12 +146,13 @@ class _Run:
         self,
         original: PreTrainedModel,
         patched: PreTrainedModel,
+        name: str,
         repetitions: int,
         batch: int,
         contexts: int,
         progress: Callable[[int, int], None] | None,
     ) -> None:
-        self.original, self.patched = original, patched
+        self.original, self.patched, self.name = original, patched, name
         self.repetitions, self.batch = repetitions, batch
         self.progress, self.done, self.total = progress, 0, contexts * (repetitions + 1)
 
@@ -159,6 +161,7 @@ class _Run:
         """Time both models over ``context`` − 1 cached tokens and a new one."""
         original, patched = self._sides(context)
         (_, wanted), (_, found) = original.step(), patched.step()
+        refuse_nonfinite_logits(wanted, self.name)
         self._tick()
         pairs = []
         for _ in range(self.repetitions):

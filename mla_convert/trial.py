@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from mla_convert.errors import CheckpointError
+from mla_convert.formats import plain
 
 _FAULTS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 _AGAIN = "take the config.json that belongs to the checkpoint"
@@ -34,6 +35,6 @@ def refuse_nonfinite_logits(logits: Tensor, where: str) -> None:
     bad = int((~logits.isfinite()).sum())
     if bad:
         raise CheckpointError(
-            f"{where}, unpatched as it is, gives {bad:,} NaN or infinite logits (of {logits.numel():,}) in float32: "
-            f"its weights or its config are damaged; fetch it again, or {_AGAIN}"
+            f"{where}, unpatched as it is, gives {bad:,} NaN or infinite logits (of {logits.numel():,}) in "
+            f"{plain(logits.dtype)}: its weights or its config are damaged; fetch it again, or {_AGAIN}"
         )

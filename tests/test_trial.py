@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from mla_convert.benchmark import bench
+from mla_convert.conversion import convert
 from mla_convert.errors import CheckpointError, MLAConvertError, UsageError
 from mla_convert.verification import verify
 
@@ -28,11 +29,15 @@ BROKEN: list[dict[str, Any]] = [
 @pytest.mark.parametrize("changes", BROKEN, ids=str)
 def test_configs_that_contradict_themselves(changes: dict[str, Any]) -> None:
     model = models.deepseek_v3(**changes)
-    for run in (lambda: verify(model, prefill=4, decode=3, batch=2), lambda: bench(model, contexts=[8], repetitions=3)):
-        with pytest.raises(CheckpointError, match="cannot compute two tokens .* the config contradicts itself"):
-            run()
+    with pytest.raises(CheckpointError, match="cannot compute two tokens .* the config contradicts itself"):
+        verify(model, prefill=4, decode=3, batch=2)
     with torch.inference_mode(), pytest.raises((RuntimeError, ArithmeticError)):
         model(models.tokens(1, 2))  # the model was left as it was
+
+
+def test_bench_refuses_what_verify_refuses() -> None:
+    with pytest.raises(CheckpointError, match="cannot compute two tokens .* the config contradicts itself"):
+        bench(models.deepseek_v3(**BROKEN[0]), contexts=[8], repetitions=3)
 
 
 @pytest.mark.parametrize("length", [0, 1e308, 0.5])
@@ -40,16 +45,45 @@ def test_lengths_of_a_native_config(native_path: pathlib.Path, tmp_path: pathlib
     shutil.copytree(native_path, tmp_path / "source")
     file = tmp_path / "source" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"original_seq_len": length, "max_seq_len": 1e308}))
-    for run in (lambda p: verify(p, prefill=4, decode=3, batch=2), lambda p: bench(p, contexts=[8], repetitions=3)):
-        with pytest.raises(MLAConvertError, match=r"config|max_position_embeddings"):
-            run(tmp_path / "source")
+    with pytest.raises(MLAConvertError, match=r"config|max_position_embeddings"):
+        verify(tmp_path / "source", prefill=4, decode=3, batch=2)
+    with pytest.raises(MLAConvertError, match=r"config|max_position_embeddings"):
+        bench(tmp_path / "source", contexts=[8], repetitions=3)
+
+
+NOT_NUMBERS = "unpatched as it is, gives [0-9,]+ NaN or infinite logits .of [0-9,]+. in float32"
 
 
 def test_logits_that_are_no_numbers() -> None:
     model = models.deepseek_v3()
     model.lm_head.weight.data[5, 0] = torch.nan
-    with pytest.raises(CheckpointError, match="unpatched as it is, gives [0-9,]+ NaN or infinite logits"):
+    with pytest.raises(CheckpointError, match=NOT_NUMBERS):
         verify(model, prefill=4, decode=3, batch=2)
+    with pytest.raises(CheckpointError, match=NOT_NUMBERS):
+        bench(model, contexts=[8], repetitions=3)
+
+
+@pytest.mark.parametrize("projection", ["q_b_proj", "o_proj"])
+def test_damage_that_factored_conversion_does_not_read(projection: str, tmp_path: pathlib.Path) -> None:
+    """It is left to verify; the fused form reads these tensors, and convert refuses them."""
+    model = models.deepseek_v3()
+    getattr(model.model.layers[1].self_attn, projection).weight.data[3, 2] = torch.nan
+    model.save_pretrained(tmp_path / "source")
+    convert(tmp_path / "source", tmp_path / "out", form="factored")
+    with pytest.raises(CheckpointError, match=NOT_NUMBERS):
+        verify(tmp_path / "source", tmp_path / "out", prefill=4, decode=3, batch=2)
+    with pytest.raises(CheckpointError, match=rf"{projection}.*(NaN|not finite|infinit)"):
+        convert(tmp_path / "source", tmp_path / "fused", form="fused")
+    assert not (tmp_path / "fused").exists()
+
+
+@pytest.mark.filterwarnings("ignore:.*factor")
+def test_a_yarn_factor_of_zero() -> None:
+    """Positions divided by zero: transformers warns, and computes NaN."""
+    model = models.deepseek_v3(rope_parameters=models.YARN | {"factor": 0.0})
+    for run in (lambda: verify(model, prefill=4, decode=3, batch=2), lambda: bench(model, contexts=[8], repetitions=3)):
+        with pytest.raises(CheckpointError, match=NOT_NUMBERS):
+            run()
 
 
 def test_caches_of_a_sliding_window() -> None:
