@@ -21,6 +21,7 @@ from mla_convert.formats import plain
 from mla_convert.geometry import MLAGeometry
 from mla_convert.quantization import signal_to_noise
 from mla_convert.schemes import Scheme, quantization_config
+from mla_convert.shard_plan import FileTensor
 
 FORMAT_VERSION = 1
 
@@ -50,20 +51,6 @@ def stored_shape(key: str, g: MLAGeometry) -> tuple[int, int]:
 
 
 @dataclasses.dataclass(frozen=True)
-class StoredPart:
-    """One tensor of a file: an absorbed weight as it is, or the codes, the scales or the shape of a coded one."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its data."""
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
-
-
-@dataclasses.dataclass(frozen=True)
 class StoredTensor:
     """One stored weight, and what rounding it cost against its float32 (or wider) reference.
 
@@ -82,12 +69,12 @@ class StoredTensor:
     rounding: str = "nearest"
 
     @property
-    def parts(self) -> tuple[StoredPart, ...]:
+    def parts(self) -> tuple[FileTensor, ...]:
         """What the files hold of it."""
         if self.scheme is None:
-            return (StoredPart(self.name, self.shape, self.dtype),)
+            return (FileTensor(self.name, self.shape, self.dtype),)
         module = self.name.removesuffix("weight")
-        return tuple(StoredPart(module + word, *planned) for word, planned in self.scheme.parts(self.shape).items())
+        return tuple(FileTensor(module + word, *planned) for word, planned in self.scheme.parts(self.shape).items())
 
     @property
     def nbytes(self) -> int:

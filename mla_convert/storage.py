@@ -15,11 +15,12 @@ from mla_convert.destination import FOLDER, INDEX, MANIFEST, tidy
 from mla_convert.errors import CheckpointError, MismatchError, SidecarError
 from mla_convert.formats import count_nonfinite, plain
 from mla_convert.geometry import MLAGeometry
-from mla_convert.manifest import Manifest, SourceTensor, StoredLayer, StoredPart
+from mla_convert.manifest import Manifest, SourceTensor, StoredLayer
 from mla_convert.manifest_reading import read_manifest
 from mla_convert.paths import path_of, reading
 from mla_convert.quantization import Quantized
 from mla_convert.remains import INCOMPLETE
+from mla_convert.shard_plan import FileTensor
 from mla_convert.shards import Piece, parse_json, read_header, read_piece
 
 _AGAIN = "convert the source again into a new folder"
@@ -85,7 +86,7 @@ class AbsorbedCheckpoint:
             return found["weight"]
         return Quantized.from_parts(name, found, tensor.scheme, tensor.shape)
 
-    def _read_part(self, part: StoredPart) -> Tensor:
+    def _read_part(self, part: FileTensor) -> Tensor:
         try:
             tensor = read_piece(self._pieces[part.name])
         except (CheckpointError, OSError) as error:
