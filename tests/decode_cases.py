@@ -39,6 +39,30 @@ class Case:
         return ",".join(changed).replace(" ", "") or "default"
 
 
+#: What every backend is run on, beside cases of its own.
+HOSTILE = [
+    Case(),
+    Case(heads=1, q_len=4),
+    Case(heads=16, q_len=2, lens=(140, 1)),
+    Case(heads=126, latent=128, rope=32, lens=(0, 63)),
+    Case(latent=192, rope=32, layout="strided"),
+    Case(latent=1024, rope=64, lens=(20, 20)),
+    Case(latent=256, rope=0, layout="separate"),
+    Case(layout="separate", masked=True, q_len=3),
+    Case(masked=True, sinks=True),
+    Case(sinks=True, lens=(0, 12)),
+    Case(indices=17, q_len=5),
+    Case(indices=17, q_len=2, masked=True, layout="paged", page=4),
+    Case(indices=9, codes="fp8/group", sinks=True),
+    Case(layout="paged", page=1),
+    Case(layout="paged", page=64, q_len=4, lens=(64, 65), masked=True),
+    Case(batch=3, q_len=2, lens=(1, 0, 5)),
+    Case(amplitude=30.0, lens=(50, 50)),
+    Case(dtype=torch.float16, heads=16, q_len=2),
+    Case(dtype=torch.float16, codes="int8/token"),
+]
+
+
 def build(case: Case) -> DecodeArguments:
     """Arguments of a case: everything past a sequence's end is NaN, every unused page number wild."""
     gen = torch.Generator().manual_seed(case.seed)

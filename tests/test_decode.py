@@ -8,7 +8,7 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 import torch
-from decode_cases import Case, build
+from decode_cases import HOSTILE, Case, build
 
 from mla_convert.errors import UsageError
 from mla_convert.kernels import absorbed_decode, dense, flashmla_views, merge, torch_decode
@@ -17,34 +17,16 @@ from mla_convert.kernels.history import decode_latent
 from mla_convert.kernels.reference import absorbed_decode_reference, expanded_attention, visible_positions
 
 CASES = [
-    Case(),
-    Case(heads=1, q_len=4),
-    Case(heads=16, q_len=2, lens=(140, 1)),
-    Case(heads=126, latent=128, rope=32, lens=(0, 63)),
-    Case(latent=192, rope=32, layout="strided"),
+    *HOSTILE,
     Case(latent=512, rope=64, heads=12, lens=(64, 300), batch=2, q_len=8),
-    Case(latent=1024, rope=64, lens=(20, 20)),
-    Case(latent=256, rope=0, layout="separate"),
-    Case(layout="separate", masked=True, q_len=3),
     Case(masked=True, q_len=3, lens=(30, 30)),
-    Case(masked=True, sinks=True),
-    Case(sinks=True, lens=(0, 12)),
-    Case(indices=17, q_len=5),
-    Case(indices=17, q_len=2, masked=True, layout="paged", page=4),
-    Case(indices=9, codes="fp8/group", sinks=True),
-    Case(layout="paged", page=1),
-    Case(layout="paged", page=64, q_len=4, lens=(64, 65), masked=True),
     Case(layout="paged", codes="int8/token", lens=(33, 0)),
     *[Case(codes=f"{kind}/{spread}") for kind in ("fp8", "int8", "int4") for spread in ("tensor", "token", "group")],
     Case(batch=1, lens=(1500,), heads=4, q_len=1),
     Case(batch=1, lens=(1501,), heads=4, q_len=1, masked=True),
-    Case(batch=3, q_len=2, lens=(1, 0, 5)),
-    Case(amplitude=30.0, lens=(50, 50)),
     Case(dtype=torch.float64, q_len=2),
     Case(dtype=torch.bfloat16, heads=16, latent=512, rope=64),
     Case(dtype=torch.bfloat16, masked=True, q_len=4, layout="paged"),
-    Case(dtype=torch.float16, heads=16, q_len=2),
-    Case(dtype=torch.float16, codes="int8/token"),
 ]
 
 

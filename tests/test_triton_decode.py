@@ -15,7 +15,7 @@ import interpreter  # noqa: F401  # before the kernel
 import models
 import pytest
 import torch
-from decode_cases import Case, build
+from decode_cases import HOSTILE, Case, build
 from test_decode import assert_close, run
 from transformers import DynamicCache, StaticCache
 
@@ -33,33 +33,15 @@ TILES = {"small": SMALL, "transposed": TURNED, "whole": WHOLE}
 
 #: Chosen so that each pair of dimensions of the grid meets at least once.
 CASES = [
-    Case(),
-    Case(heads=1, q_len=4),
-    Case(heads=16, q_len=2, lens=(140, 1)),
-    Case(heads=126, latent=128, rope=32, lens=(0, 63)),
-    Case(latent=192, rope=32, layout="strided"),
+    *HOSTILE,
     Case(latent=512, rope=64, heads=12, lens=(64, 140), q_len=8),
-    Case(latent=1024, rope=64, lens=(20, 20)),
-    Case(latent=256, rope=0, layout="separate"),
     Case(latent=96, rope=16, heads=6, q_len=3),
-    Case(layout="separate", masked=True, q_len=3),
-    Case(masked=True, sinks=True),
-    Case(sinks=True, lens=(0, 12)),
     Case(sinks=True, q_len=2, lens=(12, 70)),
-    Case(indices=17, q_len=5),
     Case(indices=70, q_len=2, sinks=True, lens=(100, 0)),
-    Case(indices=17, q_len=2, masked=True, layout="paged", page=4),
-    Case(indices=9, codes="fp8/group", sinks=True),
-    Case(layout="paged", page=1),
-    Case(layout="paged", page=64, q_len=4, lens=(64, 65), masked=True),
     Case(layout="paged", page=7, codes="int8/token", lens=(33, 0)),
     *[Case(codes=f"{kind}/{spread}", q_len=2) for kind in ("fp8", "int8") for spread in ("tensor", "token", "group")],
     Case(latent=512, rope=64, codes="fp8/group", heads=4, layout="paged"),
     Case(batch=1, lens=(400,), heads=4),
-    Case(batch=3, q_len=2, lens=(1, 0, 5)),
-    Case(amplitude=30.0, lens=(50, 50)),
-    Case(dtype=torch.float16, heads=16, q_len=2),
-    Case(dtype=torch.float16, codes="int8/token"),
     Case(dtype=torch.float16, codes="fp8/group", latent=128, layout="paged"),
     Case(dtype=torch.float16, masked=True, q_len=16, heads=2, lens=(16, 20)),
 ]
