@@ -1,0 +1,98 @@
+"""The check that is run on a GPU, dry: its file, and its smallest form in Triton's interpreter."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+TOOLS = Path(__file__).resolve().parent.parent / "tools"
+
+
+@pytest.fixture
+def results(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(TOOLS))
+    import gpu.results
+
+    return gpu.results
+
+
+def fails() -> Any:
+    raise RuntimeError("out of resource")
+
+
+def too_large() -> Any:
+    raise MemoryError("takes 1 byte")
+
+
+def square(number: int) -> dict[str, int]:
+    return {"square": number * number}
+
+
+def test_what_is_there_is_not_measured_again(results: ModuleType, tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    first = results.Results(path, time.monotonic() + 60)
+    first.begin({"device": "one"})
+    first.measure("works", lambda: square(2))
+    first.measure("fails", fails)
+    first.measure("large", too_large)
+    again = results.Results(path, time.monotonic() + 60)
+    again.begin({"device": "one"})
+    again.measure("works", fails)
+    again.measure("large", fails)
+    again.measure("fails", lambda: square(3))
+    held = json.loads(path.read_text())["entries"]
+    assert held["works"]["square"] == 4 and held["fails"]["square"] == 9 and held["large"]["left_out"] == "takes 1 byte"
+
+
+def test_nothing_starts_past_the_deadline(results: ModuleType, tmp_path: Path) -> None:
+    late = results.Results(tmp_path / "out.json", time.monotonic() - 1)
+    late.measure("one", fails)
+    late.measure_apart(square, [("two", 2)], workers=4)
+    assert late.left_out == ["one", "two"] and not late.entries
+
+
+def test_figures_of_another_machine_are_not_mixed(results: ModuleType, tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    results.Results(path, 0.0).begin({"device": "one"})
+    with pytest.raises(results.OutOfStep, match=r"device one \(now two\); name another file"):
+        results.Results(path, 0.0).begin({"device": "two"})
+    path.write_text('{"entries": [')
+    with pytest.raises(results.OutOfStep, match="not a file of this check"):
+        results.Results(path, 0.0)
+
+
+def dry_run(out: Path, *options: str) -> str:
+    command = [sys.executable, str(TOOLS / "gpu_check.py"), "--cpu", "--cases", "3", "--out", str(out), *options]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=out.parent)
+    assert run.returncode == 0, run.stdout + run.stderr
+    return run.stdout
+
+
+@pytest.mark.slow
+def test_the_dry_run_goes_on_where_it_ended(tmp_path: Path) -> None:
+    """Without time everything is left out, by name; with all but a little planted, that little is measured."""
+    out = tmp_path / "out.json"
+    assert "left out for time" in dry_run(out, "--budget", "0")
+    written = json.loads(out.read_text())
+    left = written["summary"]["left_out"]
+    assert set(written["entries"]) == {"machine"} and left[0] == "case 000" and len(left) > 20
+    few = {"case 000", "case 001", "case 002", "decode heads=3 batch=2 history=70 new=1"}
+    few |= set([name for name in left if name.startswith("tile heads=3 batch=2")][:2])
+    written["entries"] |= {name: {"planted": True} for name in left if name not in few}
+    out.write_text(json.dumps(written))
+    dry_run(out, "--workers", "2")
+    ended = json.loads(out.read_text())
+    assert {name for name, entry in ended["entries"].items() if "planted" not in entry} == few | {"machine"}
+    assert ended["summary"]["left_out"] == ended["summary"]["failed"] == []
+    assert ended["summary"]["cases"] == 3 and 0 < ended["summary"]["worst_share_of_allowed"] <= 1
+    decode = ended["entries"]["decode heads=3 batch=2 history=70 new=1"]
+    assert decode["sdpa"]["relative_difference"] < 1e-5 and decode["times_faster_than_sdpa"] > 0
+    (advice,) = ended["summary"]["tiles"].values()
+    assert advice["tiles"] == 2 and advice["times_faster"] >= 1

@@ -1,0 +1,142 @@
+"""The decode kernel on random hostile cases against float64, and bit for bit against itself."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from typing import Any
+
+import decode_cases
+import torch
+
+from gpu.setting import CPU, DEVICE, LATENT, ROPE
+from mla_convert.kernels import triton_decode
+from mla_convert.kernels.arguments import DecodeArguments, check
+from mla_convert.kernels.history import decode_latent
+from mla_convert.kernels.reference import absorbed_decode_reference
+
+#: (C, R): those of models, and odd ones.
+WIDTHS = ((512, 64), (512, 64), (256, 64), (128, 32), (192, 32), (1024, 64), (64, 0), (256, 16))
+LENGTHS = (0, 1, 20, 63, 64, 65, 140, 600, 2000)
+HEADS = (1, 3, 6, 12, 16, 20, 32, 63, 64, 126, 128)
+DTYPES = (torch.float16, torch.float32) if CPU else (torch.bfloat16, torch.float16, torch.bfloat16, torch.float32)
+LAYOUTS = ("joint", "paged", "strided", "separate", "paged")
+CODES = (None, "fp8/group", None, "fp8/token", "int8/token", None, "fp8/tensor")
+
+
+def random_case(number: int) -> decode_cases.Case:
+    """A hostile case; dtypes, codes and layouts take turns, and their numbers have no common factor: all pairs meet."""
+    rng = random.Random(number)
+    batch = rng.randint(1, 4)
+    latent, rope = (64, 16) if CPU else rng.choice(WIDTHS)
+    return decode_cases.Case(
+        batch=batch,
+        q_len=rng.choice((1, 2) if CPU else (1, 1, 2, 4, 8)),
+        heads=rng.choice((1, 3, 16) if CPU else HEADS),
+        latent=latent,
+        rope=rope,
+        lens=tuple(rng.randint(0, 70) if CPU else rng.choice(LENGTHS) for _ in range(batch)),
+        dtype=DTYPES[number % len(DTYPES)],
+        layout=LAYOUTS[number % len(LAYOUTS)],
+        page=rng.choice((1, 16, 64)),
+        codes=CODES[number % len(CODES)],
+        masked=rng.random() < 0.3,
+        indices=rng.choice((0, 0, 0, 33)),
+        sinks=rng.random() < 0.3,
+        seed=number,
+    )
+
+
+def moved(args: DecodeArguments) -> DecodeArguments:
+    """Arguments on the device, strides kept; codes travel as bytes."""
+
+    def move(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        there = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=DEVICE)
+        as_bytes = value.dtype in (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
+        (there.view(torch.uint8) if as_bytes else there).copy_(value.view(torch.uint8) if as_bytes else value)
+        return there
+
+    return DecodeArguments(**{f.name: move(getattr(args, f.name)) for f in dataclasses.fields(args)})
+
+
+def check_case(number: int) -> dict[str, Any]:
+    """The kernel's largest error and what it is allowed, for output and log-sum-exp.
+
+    Allowed is twice the error of the same mathematics in plain PyTorch at that dtype, one rounding of the result, and
+    the rounding of float32 logits, which Cauchy-Schwarz bounds.
+
+    Raises:
+        AssertionError: where an error is larger.
+    """
+    case = random_case(number)
+    args = check(decode_cases.build(case))
+    out, lse = (t.cpu() for t in triton_decode.decode(check(moved(args))))
+    plain = args
+    if args.coded:
+        numbers = decode_latent(args.latent, args.latent_scale, args.q_latent.dtype)
+        plain = dataclasses.replace(args, latent=numbers, latent_scale=None)
+    exact, exact_lse = absorbed_decode_reference(plain)
+    usual, usual_lse = absorbed_decode_reference(plain, args.q_latent.dtype)
+    eps, eps32 = torch.finfo(out.dtype).eps, torch.finfo(torch.float32).eps
+    norms = [
+        torch.cat(pair, -1).double().nan_to_num(0).norm(dim=-1).max()
+        for pair in ((args.q_latent, args.q_rope), (plain.latent.to(args.k_rope.dtype), args.k_rope))
+    ]
+    logits = float(eps32 * args.scale * norms[0] * norms[1])
+    empty = torch.isneginf(exact_lse)
+    assert torch.equal(torch.isneginf(lse), empty), f"{case}: other rows are empty than in the reference"
+    size = float(exact_lse.masked_fill(empty, 0).abs().max().clamp(min=1))
+    found = {
+        "case": str(case),
+        "error": _largest(out, exact),
+        "allowed": 2 * _largest(usual, exact) + (eps + logits) * float(exact.abs().max()),
+        "lse_error": _largest(lse.masked_fill(empty, 0), exact_lse.masked_fill(empty, 0)),
+        "lse_allowed": 2 * _largest(usual_lse.masked_fill(empty, 0), exact_lse.masked_fill(empty, 0))
+        + eps32 * size
+        + logits,
+    }
+    # Written so that a NaN fails.
+    assert found["error"] <= found["allowed"], f"output: {found}"
+    assert found["lse_error"] <= found["lse_allowed"], f"log-sum-exp: {found}"
+    return found
+
+
+def _largest(result: torch.Tensor, truth: torch.Tensor) -> float:
+    return float((result.double() - truth.double()).abs().max())
+
+
+def bit_equality() -> dict[str, bool]:
+    """A sequence alone and in its batch, paged and not, twice: the same bits.
+
+    Raises:
+        AssertionError: where bits differ.
+    """
+    case = decode_cases.Case(
+        batch=3,
+        lens=(65, 20, 110) if CPU else (650, 2000, 1100),
+        q_len=2,
+        heads=5 if CPU else 128,
+        latent=LATENT,
+        rope=ROPE,
+        dtype=torch.float32 if CPU else torch.bfloat16,
+    )
+    args = moved(decode_cases.build(case))
+    out, lse = triton_decode.decode(args)
+    again = triton_decode.decode(args)
+    names = ("q_latent", "q_rope", "latent", "k_rope", "kv_lens")
+    alone = triton_decode.decode(dataclasses.replace(args, **{n: getattr(args, n)[1:2] for n in names}))
+    found = {
+        "again": torch.equal(out, again[0]) and torch.equal(lse, again[1]),
+        "alone": torch.equal(out[1:2], alone[0]) and torch.equal(lse[1:2], alone[1]),
+    }
+    for name, changes in (("page 16", {"layout": "paged"}), ("page 64", {"layout": "paged", "page": 64})):
+        other = moved(decode_cases.build(dataclasses.replace(case, **changes)))
+        result = triton_decode.decode(dataclasses.replace(other, q_latent=args.q_latent, q_rope=args.q_rope))
+        found[name] = torch.equal(out, result[0]) and torch.equal(lse, result[1])
+    strided = moved(decode_cases.build(dataclasses.replace(case, layout="strided")))
+    result = triton_decode.decode(dataclasses.replace(strided, q_latent=args.q_latent, q_rope=args.q_rope))
+    found["strided"] = torch.equal(out, result[0]) and torch.equal(lse, result[1])
+    assert all(found.values()), f"not bit-equal: {found}"
+    return found
