@@ -167,8 +167,10 @@ class Checkpoint:
                 )
         return first
 
-    def weight(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+    def weight(self, name: str, dtype: torch.dtype | None = None, stored: torch.Tensor | None = None) -> torch.Tensor:
         """The tensor's logical values in ``dtype`` (by default :meth:`source_dtype`).
+
+        ``stored`` is what :meth:`read` gave for a tensor that is not in codes, where it has been read already.
 
         Codes are multiplied by their scales in float32 and rounded once. FormatError where a value is NaN or infinite,
         as stored or because ``dtype`` cannot hold it; integer tensors come as they are.
@@ -181,7 +183,7 @@ class Checkpoint:
             parts = {suffix: self.read(part.name) for suffix, part in weight.tensors.items()}
             codes = Codes(name, weight.shape, weight.scheme, parts, self._metadata)
             return weight.format.read(codes, dtype or self._default_dtype)
-        stored = self.read(tensor.name)
+        stored = self.read(tensor.name) if stored is None else stored
         if not stored.is_floating_point():
             return stored
         refuse_nonfinite(name, count_nonfinite(stored), stored.numel(), stored.dtype)

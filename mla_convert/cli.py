@@ -207,6 +207,9 @@ def convert(
     resume: Annotated[
         bool, typer.Option("--resume/--no-resume", help="Go on with a run that was interrupted, or start afresh.")
     ] = True,
+    push: Annotated[
+        str | None, typer.Option(metavar="ORG/NAME", help="A new repository on the hub that gets what was written.")
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check and plan everything, write nothing.")] = False,
     json: JsonTarget = None,
 ) -> None:
@@ -221,7 +224,7 @@ def convert(
     forms = {"form": form, "qk": qk, "vo": vo}
     targets = {"target": target, "parts": parts, "link": link}
     codes = {"quantize": quantize, "qk_bits": qk_bits, "vo_bits": vo_bits, "group_size": group_size}
-    costs = {"calibrate": calibrate, "measure": measure}
+    costs = {"calibrate": calibrate, "measure": measure, "push": push}
     options = {"dtype": dtype, "workers": workers, "device": device, "resume": resume, "dry_run": dry_run}
     with output.progress("layers") as progress:
         report = run(source, out, progress=progress, world=world, **forms, **codes, **costs, **targets, **options)  # type: ignore[arg-type]

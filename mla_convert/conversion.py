@@ -21,6 +21,7 @@ from mla_convert.manifest_reading import read_manifest
 from mla_convert.order import Order, order_layout, order_sidecar, order_standalone
 from mla_convert.paths import path_of
 from mla_convert.placing import check_link, place
+from mla_convert.publishing import Publisher
 from mla_convert.ranks import World
 from mla_convert.recipe import SIDES, check_options, parse_device, parse_dtype, parse_forms, plan_layers, refuse_recipe
 from mla_convert.remains import reusable
@@ -55,21 +56,22 @@ def convert(
     dry_run: bool = False,
     measure: bool = False,
     max_shard_bytes: int | None = None,
+    push: str | None = None,
     world: World | None = None,
 ) -> ConversionReport:
     """Precompute the absorbed weights of a checkpoint and store them beside it, or in a folder of their own.
 
     ``source`` is the checkpoint's folder, or ``org/name[@revision]`` on the hub; ``out`` is the folder to write (the
-    source itself means its subfolder ``mla_absorbed``). ``form`` is ``factored``, ``fused`` or ``auto``, for both sides, and ``qk`` and ``vo`` override
-    it for the key side and the value side; ``auto`` takes what reads fewer numbers per decode step. ``dtype`` is that
-    of the stored weights: ``source`` (of a quantized source: the config's), ``bfloat16``, ``float16`` or ``float32``.
-    ``quantize`` codes both sides, in ``int8`` (a scale per row), ``fp8`` or ``int4``; ``qk_bits`` and ``vo_bits`` (4, 8
-    or 16, which leaves it plain) override it for one side; ``group_size`` is 32, 64 or 128 columns for int4, and for
-    fp8 128 (blocks of 128×128) or ``row``. Codes are the nearest ones, or, where ``calibrate`` names a file of text,
-    those that change least of what the model makes of it: the model is loaded and run over the text, of which one half
-    finds the codes of each weight and the other half judges whether they beat the nearest. ``measure``, which
-    ``calibrate`` implies, runs the model on held-out text afterwards (the source's ``held_out.txt``, or a text of this
-    package) and reports what the codes cost.
+    source itself means its subfolder ``mla_absorbed``). ``form`` is ``factored``, ``fused`` or ``auto``, for both
+    sides, and ``qk`` and ``vo`` override it for the key side and the value side; ``auto`` takes what reads fewer
+    numbers per decode step. ``dtype`` is that of the stored weights: ``source`` (of a quantized source: the config's),
+    ``bfloat16``, ``float16`` or ``float32``. ``quantize`` codes both sides, in ``int8`` (a scale per row), ``fp8`` or
+    ``int4``; ``qk_bits`` and ``vo_bits`` (4, 8 or 16, which leaves it plain) override it for one side; ``group_size``
+    is 32, 64 or 128 columns for int4, and for fp8 128 (blocks of 128×128) or ``row``. Codes are the nearest ones, or,
+    where ``calibrate`` names a file of text, those that change least of what the model makes of it: the model is loaded
+    and run over the text, of which one half finds the codes of each weight and the other half judges whether they beat
+    the nearest. ``measure``, which ``calibrate`` implies, runs the model on held-out text afterwards (the source's
+    ``held_out.txt``, or a text of this package) and reports what the codes cost.
 
     ``target`` is what is written: ``sidecar``, the absorbed weights alone; ``standalone``, a whole folder that
     ``from_pretrained`` loads as it is, with the absorbed weights inside and the source's files linked or copied
@@ -81,6 +83,8 @@ def convert(
     and nothing written. A run that was interrupted is gone on with, unless ``resume`` is False. ``world`` says that
     several processes share this one call, each of which makes it (:func:`mla_convert.ranks.launched` reads it from
     torchrun's environment).
+
+    ``push`` names a repository on the hub, ``org/name``, which is made and gets what was written.
 
     The same source and options give the same bytes, whatever the workers, the processes and the interruptions.
 
@@ -120,9 +124,12 @@ def convert(
     manifest: Manifest | None = None
     files: Sequence[str] = ()
     if not dry_run:
+        publisher = Publisher(push) if push is not None and run.world.leads else None
         with run:
             run.work(workers or default_workers(run.world.local_size), progress)
             manifest, files = _finish(run, order)
+        if publisher is not None:
+            run.notes.append(f"pushed to {publisher.push(order.goal.folder, files)}")
     seconds = time.perf_counter() - started
     report = make_report(order, manifest, files, notes=run.notes, seconds=seconds, dry_run=dry_run)
     if not coded or dry_run or not run.world.leads or not (measure or calibrate is not None):

@@ -137,7 +137,8 @@ def _job(checkpoint: Checkpoint, watch: Watch, files: Sequence[PlannedFile], pla
         for name, found in places.items()
     )
     plan = fingerprint(
-        files=[[file.name, hashlib.sha256(file.header).hexdigest()] for file in files], source=watch.stamps
+        files=[[file.name, hashlib.sha256(file.header).hexdigest()] for file in files],
+        source=[watch.origin, watch.stamps],
     )
     largest = max(_file_tensor(checkpoint, name).nbytes for name in places)
     return Job(tuple(files), units, plan, largest, noun="tensors")

@@ -14,6 +14,7 @@ from yaml import YAMLError  # type: ignore[import-untyped]  # what the hub's rea
 from mla_convert.absorption import SideReads
 from mla_convert.checkpoint import Checkpoint
 from mla_convert.destination import CARD
+from mla_convert.hub import HubPath
 from mla_convert.manifest import Manifest, StoredLayer
 
 _HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
@@ -96,7 +97,7 @@ def standalone_card(manifest: Manifest, checkpoint: Checkpoint) -> str:
 
 
 def _fill(card: str, manifest: Manifest, checkpoint: Checkpoint) -> str:
-    base = _base_model(checkpoint.raw_config)
+    base = checkpoint.path.repo_id if isinstance(checkpoint.path, HubPath) else _base_model(checkpoint.raw_config)
     forms = dict.fromkeys(tensor.form for tensor in manifest.source.tensors.values() if tensor.form is not None)
     return (card + _RECIPE).format(
         front=_front(base, checkpoint.path),

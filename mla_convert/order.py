@@ -15,6 +15,7 @@ from mla_convert.checkpoint import Checkpoint
 from mla_convert.coding import Rounder, nearest
 from mla_convert.destination import CARD, CONFIG, FOLDER, INDEX, MANIFEST, Goal, destination
 from mla_convert.errors import UsageError
+from mla_convert.hub import HubPath
 from mla_convert.manifest import Manifest
 from mla_convert.model_card import model_card, standalone_card
 from mla_convert.native import hf_config, is_native_config
@@ -130,6 +131,7 @@ def order_standalone(
             "SOURCE is in DeepSeek's native layout, which from_pretrained does not load; convert it with target hf "
             "first, and that with target standalone"
         )
+    _refuse_hub(checkpoint, "standalone")
     goal = destination(checkpoint.path, out, whole=True, dry_run=dry_run)
     watch = Watch(checkpoint, checkpoint.names())
     most = max_shard_bytes or MAX_SHARD_BYTES
@@ -151,6 +153,7 @@ def order_layout(
     dry_run: bool,
 ) -> Order:
     """The same values in another layout: ``hf`` or ``native``."""
+    _refuse_hub(checkpoint, target)
     goal = destination(checkpoint.path, out, whole=True, dry_run=dry_run)
     watch = Watch(checkpoint, checkpoint.names())
     if target == "hf":
@@ -166,6 +169,15 @@ def order_layout(
             "prediction, and stored frequencies)",
         )
     return Order(checkpoint, target, goal, job, watch, copied=companions(checkpoint.path, code=False), notes=notes)
+
+
+def _refuse_hub(checkpoint: Checkpoint, target: str) -> None:
+    """UsageError for a whole model out of a hub repository of which only the needed bytes are read."""
+    if isinstance(checkpoint.path, HubPath):
+        raise UsageError(
+            f"target {target} takes every byte of {checkpoint.path.repo_id}: fetch it first with `hf download "
+            f"{checkpoint.path.repo_id} --local-dir DIR`, and convert DIR; a sidecar needs no more than its own tensors"
+        )
 
 
 def _hf_config(checkpoint: Checkpoint) -> dict[str, Any]:

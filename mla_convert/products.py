@@ -41,17 +41,21 @@ def read_operands(
     checkpoint: Checkpoint, layer: PlannedLayer, device: torch.device
 ) -> tuple[Operands, dict[str, SourceTensor]]:
     """The weights that ``layer`` is made from, and what the manifest records of each."""
-    described = {name: describe_source(checkpoint, name) for name in layer.sources}
-    weights = {name: _operand(checkpoint, name, device) for name in layer.sources}
+    described: dict[str, SourceTensor] = {}
+    weights: dict[str, Tensor] = {}
+    for name in layer.sources:
+        stored = None if checkpoint.quantized(name) else checkpoint.read(name)
+        described[name] = describe_source(checkpoint, name, stored)
+        weights[name] = _operand(checkpoint, name, device, stored)
     kv_b = weights[layer.spec.kv_b]
     fused = "fused" in (layer.forms.qk, layer.forms.vo)
     wide = kv_b.to(torch.promote_types(kv_b.dtype, torch.float32)) if fused else kv_b
     return Operands(kv_b, wide, weights.get(layer.spec.query), weights.get(layer.spec.o)), described
 
 
-def _operand(checkpoint: Checkpoint, name: str, device: torch.device) -> Tensor:
+def _operand(checkpoint: Checkpoint, name: str, device: torch.device, stored: Tensor | None) -> Tensor:
     """A source weight as products take it: quantized ones in float32, so that only the result is rounded."""
-    return checkpoint.weight(name, torch.float32 if checkpoint.quantized(name) else None).to(device)
+    return checkpoint.weight(name, torch.float32 if checkpoint.quantized(name) else None, stored).to(device)
 
 
 def block_ranges(key: str, g: MLAGeometry, row_bytes: int, block_bytes: int = BLOCK_BYTES) -> list[tuple[int, int]]:

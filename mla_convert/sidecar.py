@@ -57,7 +57,7 @@ def sidecar_job(
     )
     plan = fingerprint(
         files=[[file.name, hashlib.sha256(file.header).hexdigest()] for file in files],
-        source=watch.stamps,
+        source=[watch.origin, watch.stamps],
         device=device.type,
         rounding=tag_of(rounder),
     )

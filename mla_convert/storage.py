@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mla_convert.checkpoint import Checkpoint
+from mla_convert.checkpoint import Checkpoint, tensor_digest
 from mla_convert.destination import FOLDER, INDEX, MANIFEST, tidy
 from mla_convert.errors import CheckpointError, MismatchError, SidecarError
 from mla_convert.formats import count_nonfinite, plain
@@ -176,14 +176,14 @@ def own_sidecar(source: str | os.PathLike[str]) -> str | None:
         return os.fspath(source) if (path_of(source, "SOURCE") / FOLDER).is_dir() else None
 
 
-def describe_source(checkpoint: Checkpoint, name: str) -> SourceTensor:
-    """What the manifest records of one source tensor; reads it to hash it."""
+def describe_source(checkpoint: Checkpoint, name: str, stored: Tensor | None = None) -> SourceTensor:
+    """What the manifest records of one source tensor; reads it to hash it, where it is not given as ``stored``."""
     info, scheme = checkpoint.info(name), checkpoint.scheme(name)
     return SourceTensor(
         name=name,
         shape=info.shape,
         dtype=plain(info.dtype),
-        sha256=checkpoint.digest(name),
+        sha256=checkpoint.digest(name) if stored is None else tensor_digest(stored),
         source_dtype=checkpoint.source_dtype(name),
         form=None if scheme is None else scheme.label,
         companions=checkpoint.companion_digests(name),

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from mla_convert.checkpoint import Checkpoint
 from mla_convert.errors import CheckpointError
+from mla_convert.hub import HubPath
 from mla_convert.remains import stamp
 
 
@@ -16,6 +17,8 @@ class Watch:
     def __init__(self, checkpoint: Checkpoint, names: Iterable[str]) -> None:
         self._checkpoint = checkpoint
         self._files = {name: checkpoint.info(name).files for name in names}
+        #: Repository and commit of a source on the hub, whose files all bear one time; empty for others.
+        self.origin = str(checkpoint.path) if isinstance(checkpoint.path, HubPath) else ""
         #: Size and time of change of every file, by its name.
         self.stamps = {file: stamp(self._path(file)) for files in self._files.values() for file in files}
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 import collections
 import concurrent.futures
 import contextlib
+import ctypes
 import dataclasses
 import os
 import queue
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -21,6 +23,7 @@ from torch import Tensor
 
 from mla_convert.journal import Record, WrittenBlock
 
+_TRIM = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
 #: More threads by default would hold more memory than the bound that the package promises.
 _MOST_WORKERS = 16
 
@@ -149,6 +152,12 @@ def _pool(workers: int) -> Iterator[_Pool]:
         torch.set_num_threads(threads)
 
 
+def _give_back() -> None:
+    """Return freed memory to the system; glibc keeps blocks of up to 32 MB, of every thread, for later."""
+    if _TRIM is not None:
+        _TRIM(0)
+
+
 def run_units(
     units: Sequence[Unit],
     write: Callable[[Block], WrittenBlock],
@@ -175,4 +184,5 @@ def run_units(
             if flight.error is not None:
                 raise flight.error
             assert flight.record is not None
+            _give_back()
             done(flying.pop(flight.unit.key).unit, flight.record)
