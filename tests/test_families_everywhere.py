@@ -34,7 +34,8 @@ def test_every_cache_and_threshold(model_type: str, attn: str) -> None:
         attn = "eager"  # the only one that the family has
     model.set_attn_implementation(attn)
     for name, cache in CACHES.items():
-        # The same cache on both sides: sparse families choose otherwise over a StaticCache, patched or not.
+        # The same cache on both sides: indexers of two heads give many scores of exactly zero, and which of equal ones
+        # are chosen depends on the length, so that models choose otherwise over a StaticCache, patched or not.
         expected = both(model, DynamicCache if name == "latent" else cache)
         for threshold in ("auto", 0, 100):
             with mla_convert.patched(model, prefill_threshold=threshold):
