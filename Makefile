@@ -9,6 +9,7 @@
 #   make typecheck  mypy --strict
 #   make typed      the tree of links through which type checkers and editors see the package
 #   make bench      the benchmarks
+#   make bench-convert  conversion at DeepSeek-V3's sizes: memory, and speed beside a copy and a matrix product
 #   make kernel-report  every tile of the decode kernel compiled for every GPU: benchmarks/results/kernel_report.md
 #
 # PYTHON=python3.12 chooses the interpreter, VENV=dir the environment, ARGS="-k name -x" is handed to pytest, and JOBS=1
@@ -28,7 +29,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no
 test test-all test-oldest: export OMP_NUM_THREADS = 1
 test test-all test-oldest: export PYTEST_ADDOPTS += --numprocesses=$(JOBS) --maxprocesses=4 --dist=worksteal
 
-.PHONY: demo test test-all test-oldest lint typecheck typed bench kernel-report
+.PHONY: demo test test-all test-oldest lint typecheck typed bench bench-convert kernel-report
 
 demo: $(VENV)/.runtime
 	$(BIN)/mla-convert demo
@@ -55,6 +56,9 @@ typed:
 	rm -rf build/typed
 	mkdir -p build/typed/mla_convert
 	ln -s $(addprefix ../../../,$(wildcard mla_convert/*.py) mla_convert/py.typed kernels patches) build/typed/mla_convert/
+
+bench-convert: $(VENV)/.runtime
+	$(BIN)/python benchmarks/convert.py
 
 bench: $(VENV)/.runtime
 	$(foreach script,$(wildcard benchmarks/*.py),$(BIN)/python $(script) &&) true
