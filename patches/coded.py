@@ -3,10 +3,12 @@
 Which product runs is decided by where the weight is and what it is multiplied with (:func:`choose_product`):
 
 - on CUDA and ROCm, the Triton kernel of :mod:`mla_convert.kernels.projection`, which dequantizes inside the product;
-- on a CPU in 16 bits, PyTorch's packed products for int8 rows and int4 groups, which beat the plain product there
-  (``benchmarks/coded_products.py``; the figures are in ``benchmarks/NOTES.md``);
+- on a CPU in bfloat16, PyTorch's packed products for int8 rows and int4 groups, which are about as fast as the plain
+  product there, at half and a quarter of its bytes (``benchmarks/coded_products.py``, figures in
+  ``benchmarks/NOTES.md``);
 - elsewhere the weight is dequantized once, and is a plain one from then on: PyTorch has no packed product for FP8,
-  those in float32 are slower than plain ones, and int4 groups of the key side lie along the axis that is not summed.
+  those in float32 and float16 are slower than plain ones, and int4 groups of the key side lie along the axis that is
+  not summed.
 
 The codes are integer buffers and the scales' float32 bits an int32 buffer, so that casting the model changes neither.
 """
@@ -17,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from mla_convert.kernels.packed import PackedWeight
-from mla_convert.kernels.projection import choose_backend, lift_output, lift_query
+from mla_convert.kernels.projection import TRITON_DTYPES, choose_backend, lift_output, lift_query
 from mla_convert.quantization import Quantized
 from mla_convert.schemes import Scheme
 
@@ -31,7 +33,6 @@ _WORDS = {
     INT4: "multiplied as codes (PyTorch's packed int4 product)",
     PLAIN: "dequantized once",
 }
-_PACKED_DTYPES = (torch.bfloat16, torch.float16)
 #: What PyTorch's packed int4 product asks of the rows of a weight, and what the int8 one silently needs of the numbers
 #: that are summed: with 12, 20, 40 or 100 of them, torch 2.13 returns wrong numbers in bfloat16, or crashes.
 _MULTIPLE = 16
@@ -43,8 +44,8 @@ def choose_product(
     """The product for one head's weight [rows, columns]; ``over_rows`` where it sums over rows (factored key side)."""
     rows, columns = shape
     if choose_backend("auto", device) == "triton":
-        return TRITON if dtype in (*_PACKED_DTYPES, torch.float32) else PLAIN
-    if device.type != "cpu" or dtype not in _PACKED_DTYPES:
+        return TRITON if dtype in TRITON_DTYPES else PLAIN
+    if device.type != "cpu" or dtype != torch.bfloat16:
         return PLAIN
     if scheme.kind == "int8":
         return INT8 if (rows if over_rows else columns) % _MULTIPLE == 0 else PLAIN

@@ -105,8 +105,9 @@ def test_bytes_are_those_of_codes_and_scales() -> None:
     ("scheme", "rows", "dtype", "over_rows", "expected"),
     [
         (INT8_ROWS, 32, torch.bfloat16, True, INT8),
-        (INT8_ROWS, 12, torch.float16, False, INT8),
+        (INT8_ROWS, 12, torch.bfloat16, False, INT8),
         (INT8_ROWS, 12, torch.bfloat16, True, PLAIN),
+        (INT8_ROWS, 32, torch.float16, False, PLAIN),
         (INT8_ROWS, 32, torch.float32, False, PLAIN),
         (INT8_ROWS, 32, torch.float64, False, PLAIN),
         (int4(32), 32, torch.bfloat16, False, INT4),
