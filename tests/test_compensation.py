@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import mla_convert
+from mla_convert import quality
 from mla_convert.calibration import Calibration, collect
 from mla_convert.checkpoint import Checkpoint
 from mla_convert.compensation import Chooser, Moments, compensate, search_scales
@@ -149,7 +150,10 @@ def test_moments_are_those_of_the_model(example_path: pathlib.Path) -> None:
 
 
 @pytest.mark.slow
-def test_calibrated_conversion(example_path: pathlib.Path, tmp_path: pathlib.Path) -> None:
+def test_calibrated_conversion(
+    example_path: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quality, "MOST", 6)
     text = (example_path / "held_out.txt").read_text()
     (tmp_path / "text.txt").write_text(text[:8000])
     options = {"form": "factored", "quantize": "int4"}
