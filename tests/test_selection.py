@@ -54,14 +54,14 @@ def test_gathered_masked_and_expanded_are_the_same(model_type: str, threshold: i
 def test_the_work_follows_the_selection(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention reads as many rows as were chosen, however many are cached."""
     rows: list[int] = []
-    attend = torch_decode._attend
+    attend = torch_decode.attend
 
     def recorded(q_latent: torch.Tensor, q_rope: torch.Tensor, latent: torch.Tensor, *rest: Any) -> Any:
         rows.append(latent.shape[1])
         return attend(q_latent, q_rope, latent, *rest)
 
     model, ids = make(model_type), models.tokens(1, 40)
-    monkeypatch.setattr(torch_decode, "_attend", recorded)
+    monkeypatch.setattr(torch_decode, "attend", recorded)
     with mla_convert.patched(model):
         steps(model, ids, DynamicCache(config=model.config), [38, 1, 1])
         # The prefill is absorbed as well: for each of its 38 tokens a few rows are read.
