@@ -24,6 +24,7 @@ from transformers.cache_utils import (
 
 import mla_convert
 from mla_convert.patches.latent_layer import LatentLayer
+from mla_convert.patches.layer import layer_of
 
 
 @pytest.fixture(params=["small", pytest.param("trained", marks=pytest.mark.slow)])
@@ -49,9 +50,14 @@ def every(kind: Callable[[], Any]) -> Callable[[PreTrainedModel], Cache]:
     return lambda model: Cache(layers=[kind() for _ in range(model.config.num_hidden_layers)])
 
 
+def _latent(model: PreTrainedModel) -> Cache:
+    """A fault of ``LatentCache`` must not reach what it is compared with: the original model gets transformers' own."""
+    return (mla_convert.LatentCache if any(map(layer_of, model.modules())) else DynamicCache)(config=model.config)
+
+
 CACHES: dict[str, Callable[[PreTrainedModel], Cache]] = {
     "dynamic": lambda model: DynamicCache(config=model.config),
-    "latent": lambda model: mla_convert.LatentCache(model.config),
+    "latent": lambda model: _latent(model),
     "static": lambda model: StaticCache(config=model.config, max_cache_len=60),
     "sliding": every(lambda: DynamicSlidingWindowLayer(sliding_window=9)),
     "static-sliding": every(lambda: StaticSlidingWindowLayer(max_cache_len=60, sliding_window=9)),
@@ -165,6 +171,25 @@ def test_prefix_reuse(subject: Subject, kind: str) -> None:
         check_same(ours, theirs)
         if kind == "latent":
             check_same(ours, generated(model, ids, max_new_tokens=6))
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "latent", "static", "fp8"])
+@torch.inference_mode()
+def test_copies_of_a_prefix_grow_apart(kind: str) -> None:
+    """Two copies continued in turns: neither writes into what the other has stored."""
+    subject = small()
+
+    def run(model: PreTrainedModel) -> torch.Tensor:
+        filled = CACHES[kind](model)
+        model(subject.ids[:, :10], cache=filled)
+        copies = [copy.deepcopy(filled), copy.deepcopy(filled)]
+        turns = [(cache, ids[:, i : i + 1]) for i in range(10, 14) for cache, ids in zip(copies, both, strict=True)]
+        return torch.cat([model(token, cache=cache).logits for cache, token in turns], dim=1)
+
+    both = subject.ids, subject.ids.flip(1)
+    expected = run(subject.model)
+    with mla_convert.patched(subject.model):
+        assert models.relative(run(subject.model), expected) <= BOUND
 
 
 @pytest.mark.parametrize("implementation", [None, pytest.param("static", marks=pytest.mark.slow)])

@@ -87,12 +87,15 @@ def test_a_patched_model_saves_the_original(form: str, tmp_path: pathlib.Path) -
     """The weights as they were, nothing of the patch in any file, and it loads unpatched."""
     model, ids = models.deepseek_v3(), models.tokens(2, 8)
     expected, state = generated(model, ids), {k: v.clone() for k, v in model.state_dict().items()}
+    model.save_pretrained(tmp_path / "unpatched")
     with mla_convert.patched(model, form=form):
         model.save_pretrained(tmp_path)
         assert PREFIX not in str(model.config.to_dict()) and PREFIX not in model.config.to_json_string()
     for path in tmp_path.glob("*.json"):
         assert "mla_" not in path.read_text("utf-8"), path.name
     assert "attn_implementation" not in str(json.loads((tmp_path / "config.json").read_text("utf-8")))
+    for path in (tmp_path / "unpatched").iterdir():  # the same files to the last byte
+        assert (tmp_path / path.name).read_bytes() == path.read_bytes(), path.name
     again = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert again.config._attn_implementation == "sdpa"
     assert again.state_dict().keys() == state.keys()
