@@ -14,8 +14,11 @@ import test_all
 
 ROOT = test_all.ROOT
 RECORD = ROOT / "benchmarks" / "results" / "test_oldest.md"
-#: Tests that run patched models; those of single families need releases that have them.
-SUBJECTS = "patch* freshness generate* latent_cache masks adapters offload quantized_projections"
+#: Tests that run patched models. Those of single families and kinds of caches need releases that have them; those of
+#: ``LatentCache`` compare it with the installed release's caches, whose ``reset`` was another in the oldest.
+SUBJECTS = (
+    "patch* freshness generate generate_threads generate_training masks adapters offload quantized_projections versions"
+)
 
 
 def tests() -> list[str]:
