@@ -30,6 +30,8 @@ def _read_fp8(linear: Projection) -> Tensor:
     scale: Tensor = linear.weight_scale_inv.detach()
     if codes.dtype in FLOAT_DTYPES:  # FP8Linear multiplies a weight that was dequantized in place as it is
         return codes
+    if codes.dtype != torch.float8_e4m3fn:
+        raise PatchError(f"an FP8Linear with codes in {codes.dtype}; supported is float8_e4m3fn: load it dequantized")
     if linear.block_size is None:
         return dequantize_blocks(codes, scale.reshape(1, 1), weight_shape(codes))
     rows, columns = linear.block_size
