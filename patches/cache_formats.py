@@ -21,7 +21,6 @@ the one rounding to the model's dtype. FP8's bound is half a step of e4m3: three
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 import torch
 from torch import Tensor
@@ -81,7 +80,6 @@ def parse_format(text: str) -> CacheFormat:
     return CacheFormat(name, int(group) if colon else None)
 
 
-@functools.cache
 def parse_cache(text: str) -> CacheFormat | None:
     """``patch``'s argument ``cache``: "dynamic" is None, "latent" the model's dtype, "latent:int8" a format.
 

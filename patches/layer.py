@@ -34,17 +34,17 @@ class Options:
     cache: str = "latent"
     #: What this model's layers have said in the log, to say it once.
     said: set[str] = dataclasses.field(default_factory=set, compare=False, repr=False)
+    #: The format in which plain caches become latent ones; None leaves them as they are.
+    cache_format: CacheFormat | None = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "cache_format", parse_cache(self.cache))
 
     def say_once(self, message: str) -> None:
         """Log a warning, once for each patched model."""
         if message not in self.said:
             self.said.add(message)
             logger.warning("%s", message)
-
-    @property
-    def cache_format(self) -> CacheFormat | None:
-        """The format in which plain caches become latent ones; None leaves them as they are."""
-        return parse_cache(self.cache)
 
 
 @dataclasses.dataclass(frozen=True)

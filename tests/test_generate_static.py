@@ -101,13 +101,13 @@ def test_the_step_compiles_with_inductor() -> None:
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Cached tokens that each call of the CPU's attention reads."""
     seen: list[int] = []
-    attend = torch_decode._attend
+    attend = torch_decode.attend
 
     def noting(q_latent: torch.Tensor, q_rope: torch.Tensor, latent: torch.Tensor, *args: Any) -> Any:
         seen.append(latent.shape[1])
         return attend(q_latent, q_rope, latent, *args)
 
-    monkeypatch.setattr(torch_decode, "_attend", noting)
+    monkeypatch.setattr(torch_decode, "attend", noting)
     return seen
 
 

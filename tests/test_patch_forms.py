@@ -82,6 +82,7 @@ def test_describe() -> None:
         "weights_from": "the model itself",
         "backend": described.backend,
         "prefill_threshold": 3,
+        "products": [],
         "cache": "dynamic",
         "original_attention": "eager",
         "layers": ["model.layers.0.self_attn", "model.layers.1.self_attn"],

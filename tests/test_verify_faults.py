@@ -19,7 +19,7 @@ import mla_convert
 from mla_convert import verification
 from mla_convert.errors import MismatchError
 from mla_convert.judgement import VerificationReport
-from mla_convert.patches import layer as layer_module
+from mla_convert.patches import seeing
 from mla_convert.patches.layer import AbsorbedLayer, layer_of
 from mla_convert.patches.loading import load_original
 from mla_convert.patches.masks import Visibility
@@ -71,20 +71,11 @@ def broken(report: VerificationReport) -> list[str]:
 
 
 def plant(monkeypatch: pytest.MonkeyPatch, change: Callable[..., tuple[Any, ...]]) -> None:
-    """Change what ``AbsorbedLayer.attend`` is given: (layer, query, latent, k_rope, mask, scale) without the layer."""
+    """Change what ``AbsorbedLayer.attend`` is given: (layer, query, latent, k_rope, scale) without the layer."""
     original: Attend = AbsorbedLayer.attend
 
-    def attend(
-        self: AbsorbedLayer,
-        query: Tensor,
-        latent: Tensor,
-        k_rope: Tensor,
-        mask: Any,
-        scale: float,
-        *rest: Any,
-        **form: Any,
-    ) -> Tensor:
-        return original(self, *change(self, query, latent, k_rope, mask, scale), *rest, **form)
+    def attend(self: AbsorbedLayer, query: Tensor, latent: Tensor, k_rope: Tensor, scale: float, *rest: Any) -> Tensor:
+        return original(self, *change(self, query, latent, k_rope, scale), *rest)
 
     monkeypatch.setattr(AbsorbedLayer, "attend", attend)
 
@@ -93,12 +84,10 @@ def plant(monkeypatch: pytest.MonkeyPatch, change: Callable[..., tuple[Any, ...]
 def test_a_missing_mscale(
     rule: str, check: Callable[[str], VerificationReport], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def without_mscale(
-        layer: AbsorbedLayer, q: Tensor, c: Tensor, k: Tensor, mask: Any, scale: float
-    ) -> tuple[Any, ...]:
+    def without_mscale(layer: AbsorbedLayer, q: Tensor, c: Tensor, k: Tensor, scale: float) -> tuple[Any, ...]:
         plain = layer.geometry.qk_head_dim**-0.5
         assert scale == pytest.approx(layer.geometry.scale) and scale > 1.2 * plain
-        return q, c, k, mask, plain
+        return q, c, k, plain
 
     plant(monkeypatch, without_mscale)
     assert breaks_absorbed(rule, check(rule))
@@ -108,7 +97,7 @@ def test_a_missing_mscale(
 def test_the_rotary_half_dropped(
     rule: str, check: Callable[[str], VerificationReport], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plant(monkeypatch, lambda _layer, q, c, k, mask, scale: (q, c, torch.zeros_like(k), mask, scale))
+    plant(monkeypatch, lambda _layer, q, c, k, scale: (q, c, torch.zeros_like(k), scale))
     assert breaks_absorbed(rule, check(rule))
 
 
@@ -133,13 +122,13 @@ def test_a_mask_ignored(rule: str, check: Callable[[str], VerificationReport], m
     def all_visible(_mask: Any, _batch: int, _q_len: int, kv_len: int, **_: Any) -> Visibility:
         return Visibility(kv_len)
 
-    monkeypatch.setattr(layer_module, "visibility", all_visible)
+    monkeypatch.setattr(seeing, "visibility", all_visible)
     assert broken(check(rule)) == ["padded decode"]
 
 
 def test_a_causal_limit_off_by_one(check: Callable[[str], VerificationReport], monkeypatch: pytest.MonkeyPatch) -> None:
     """Only blocks of several tokens can confuse their causal limits."""
-    original: Any = layer_module.visibility
+    original: Any = seeing.visibility
 
     def shifted(mask: Any, batch: int, q_len: int, kv_len: int, **kw: Any) -> Visibility:
         seen = original(mask, batch, q_len, kv_len, **kw)
@@ -147,7 +136,7 @@ def test_a_causal_limit_off_by_one(check: Callable[[str], VerificationReport], m
             return seen  # type: ignore[no-any-return]
         return Visibility(kv_len, kv_lens=torch.full((batch,), kv_len + 1))
 
-    monkeypatch.setattr(layer_module, "visibility", shifted)
+    monkeypatch.setattr(seeing, "visibility", shifted)
     assert broken(check("strict")) == ["decode by 3"]
 
 
@@ -173,7 +162,7 @@ def test_one_layer_that_never_runs_absorbed(
 
 
 def test_what_is_not_a_number(check: Callable[[str], VerificationReport], monkeypatch: pytest.MonkeyPatch) -> None:
-    plant(monkeypatch, lambda _layer, q, c, k, mask, scale: (q * float("nan"), c, k, mask, scale))
+    plant(monkeypatch, lambda _layer, q, c, k, scale: (q * float("nan"), c, k, scale))
     report = check("strict")
     assert broken(report) == ABSORBED
     assert report.to_dict()["stages"][1]["patched"]["largest_relative"] is None
@@ -182,8 +171,8 @@ def test_what_is_not_a_number(check: Callable[[str], VerificationReport], monkey
 def test_a_cache_that_loses_a_token(
     check: Callable[[str], VerificationReport], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def forgetful(_layer: Any, q: Tensor, c: Tensor, k: Tensor, mask: Any, scale: float) -> tuple[Any, ...]:
-        return q, torch.cat((c[:, 1:2], c[:, 1:]), dim=1), k, mask, scale
+    def forgetful(_layer: Any, q: Tensor, c: Tensor, k: Tensor, scale: float) -> tuple[Any, ...]:
+        return q, torch.cat((c[:, 1:2], c[:, 1:]), dim=1), k, scale
 
     plant(monkeypatch, forgetful)
     assert set(broken(check("strict"))) >= {"decode", "decode by 3", "one sequence"}
