@@ -35,18 +35,17 @@ def run(args: DecodeArguments, **changes: object) -> tuple[torch.Tensor, torch.T
     return absorbed_decode(**fields)
 
 
-def numbers_of(args: DecodeArguments) -> DecodeArguments:
-    """The same cache already decoded to the query's dtype: what a coded cache is compared with."""
-    if not args.coded:
-        return args
-    numbers = decode_latent(args.latent, args.latent_scale, args.q_latent.dtype)
-    return dataclasses.replace(args, latent=numbers, latent_scale=None)
+def numbers_of(args: DecodeArguments, dtype: torch.dtype = torch.float64) -> DecodeArguments:
+    """All numbers in ``dtype``, coded ones decoded: exactly in float64, which a coded cache is compared with."""
+    latent = decode_latent(args.latent, args.latent_scale, dtype)
+    query, rope, k_rope = (numbers.to(dtype) for numbers in (args.q_latent, args.q_rope, args.k_rope))
+    return dataclasses.replace(args, q_latent=query, q_rope=rope, latent=latent, k_rope=k_rope, latent_scale=None)
 
 
 def plain(args: DecodeArguments) -> tuple[torch.Tensor, torch.Tensor]:
     """Softmax attention as anybody would write it, in the query's dtype: what that dtype costs."""
     dtype = args.q_latent.dtype
-    args = numbers_of(args)
+    args = numbers_of(args, dtype)
     wide = {f.name: getattr(args, f.name) for f in dataclasses.fields(args)}
     out, lse = absorbed_decode_reference(DecodeArguments(**wide), dtype)
     return out.double(), lse.double()
