@@ -87,19 +87,25 @@ def test_the_bytes_are_those_of_one_process(
         assert (report.layers, report.largest_error) == (LAYERS, 0.0)
 
 
-def test_a_rank_that_dies_leaves_what_the_next_call_finishes(
-    source: pathlib.Path, tmp_path: pathlib.Path, whole: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def kill_at(monkeypatch: pytest.MonkeyPatch, layer: int) -> None:
+    """The rank that comes to this layer ends there."""
     original = sidecar.read_operands
+    number = layer
 
     def deadly(checkpoint, layer, device):  # type: ignore[no-untyped-def]
-        if layer.spec.index == 3:
+        if layer.spec.index == number:
             raise SystemExit(9)
         return original(checkpoint, layer, device)
 
+    monkeypatch.setattr(sidecar, "read_operands", deadly)
+
+
+def test_a_rank_that_dies_leaves_what_the_next_call_finishes(
+    source: pathlib.Path, tmp_path: pathlib.Path, whole: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = tmp_path / "out"
     with monkeypatch.context() as patch:
-        patch.setattr(sidecar, "read_operands", deadly)
+        kill_at(patch, layer=3)
         lead, *others = launch(source, out, 3)
     assert isinstance(lead, OutputError) and "ended before its work was done; what is done is kept in" in str(lead)
     assert sorted(type(other).__name__ for other in others) == ["OutputError", "SystemExit"]
@@ -112,16 +118,9 @@ def test_a_rank_that_dies_leaves_what_the_next_call_finishes(
 def test_another_number_of_ranks_finishes_it(
     source: pathlib.Path, tmp_path: pathlib.Path, whole: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = sidecar.read_operands
-
-    def deadly(checkpoint, layer, device):  # type: ignore[no-untyped-def]
-        if layer.spec.index == 5:
-            raise SystemExit(9)
-        return original(checkpoint, layer, device)
-
     out = tmp_path / "out"
     with monkeypatch.context() as patch:
-        patch.setattr(sidecar, "read_operands", deadly)
+        kill_at(patch, layer=5)
         launch(source, out, 3)
     launch(source, out, 2)
     assert snapshot(out) == whole
