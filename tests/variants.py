@@ -233,3 +233,9 @@ def _copy_tokenizer(source: pathlib.Path, target: pathlib.Path) -> pathlib.Path:
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(source / file, target / file)
     return target
+
+
+def small_checkpoint(folder: pathlib.Path, extra: dict[str, torch.Tensor] | None = None, **config: Any) -> pathlib.Path:
+    full = config_v3(**{"dtype": "bfloat16"} | config)
+    dtype = getattr(torch, full["dtype"])
+    return write_checkpoint(folder, full, attention_weights(full, dtype=dtype) | (extra or {}))
