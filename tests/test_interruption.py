@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import itertools
 import os
 import pathlib
@@ -12,56 +11,14 @@ import sys
 from collections.abc import Callable, Iterator
 
 import pytest
+from interruptions import OPERATIONS, SHARD_BYTES, Stop, count_loads, job, killed, no_space, noted, stopping_at
 from snapshots import snapshot
 
-from mla_convert import destination, disk, presence, remains, run, sidecar
+from mla_convert import destination, remains
 from mla_convert.checkpoint import Checkpoint
 from mla_convert.conversion import convert
 from mla_convert.errors import MLAConvertError, OutputError, SidecarError, UsageError
 from mla_convert.storage import AbsorbedCheckpoint
-
-SHARD_BYTES = 150_000  # two shards for the example
-OPERATIONS = ("make_file", "write_at", "append_line", "write_text", "sync", "sync_folder", "move")
-ENDED = presence.Process(presence.this_process().host, "an earlier boot", os.getpid(), "1")
-
-
-class Stop(BaseException):
-    """Stands for whatever ends a run; no handler takes it for an ordinary error."""
-
-
-def no_space() -> OSError:
-    return OSError(errno.ENOSPC, "No space left on device")
-
-
-def stopping_at(number: int, monkeypatch: pytest.MonkeyPatch, error: Callable[[], BaseException]) -> list[str]:
-    """Make the ``number``-th operation on the disk fail; returns the list of those begun."""
-    begun: list[str] = []
-
-    def wrap(name: str, original: Callable[..., None]) -> Callable[..., None]:
-        def operation(*arguments: object) -> None:
-            begun.append(name)
-            if len(begun) == number:
-                raise error()
-            original(*arguments)
-
-        return operation
-
-    for name in OPERATIONS:
-        monkeypatch.setattr(disk, name, wrap(name, getattr(disk, name)))
-    return begun
-
-
-def vanish(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let runs end as a killed process does: nothing is cleaned up, and the lock names a process that is gone."""
-    monkeypatch.setattr(run.Run, "__exit__", lambda self, *error: self._held.close())
-    monkeypatch.setattr(run.Run, "_leave", lambda self: self._held.close())
-    monkeypatch.setattr(presence, "this_process", lambda: ENDED)
-    monkeypatch.setattr(presence.Presence, "_beat", lambda self: None)
-
-
-def job(source: pathlib.Path, out: pathlib.Path, **options: object) -> None:
-    """The conversion that is interrupted; one worker, so that the operations always come in the same order."""
-    convert(source, out, max_shard_bytes=SHARD_BYTES, workers=1, **options)  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
@@ -154,34 +111,6 @@ def test_a_stopped_run_is_gone_on_with(
                 (tmp_path / name).unlink()
             for folder in sorted(set(tmp_path.rglob("*")) - folders, reverse=True):
                 folder.rmdir()
-
-
-def noted(folder: pathlib.Path) -> int:
-    """Layers that the journals in a folder say are done."""
-    texts = [file.read_text() for file in (folder / destination.INCOMPLETE).glob("progress-*.jsonl")]
-    return sum('"unit"' in line for text in texts for line in text.splitlines())
-
-
-def count_loads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The layers that are read from now on."""
-    loads: list[int] = []
-    original = sidecar.read_operands
-
-    def counted(checkpoint, layer, device):  # type: ignore[no-untyped-def]
-        loads.append(layer.spec.index)
-        return original(checkpoint, layer, device)
-
-    monkeypatch.setattr(sidecar, "read_operands", counted)
-    return loads
-
-
-def killed(source: pathlib.Path, out: pathlib.Path, monkeypatch: pytest.MonkeyPatch, step: int) -> None:
-    """As after kill -9: the run stops before one operation and cleans up nothing."""
-    with monkeypatch.context() as patch:
-        vanish(patch)
-        stopping_at(step, patch, Stop)
-        with pytest.raises(Stop):
-            job(source, out)
 
 
 def test_a_killed_run_leaves_nothing_that_loads_and_is_finished(
