@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import pathlib
 from collections.abc import Callable
@@ -25,14 +26,18 @@ def no_space() -> OSError:
     return OSError(errno.ENOSPC, "No space left on device")
 
 
-def stopping_at(number: int, monkeypatch: pytest.MonkeyPatch, error: Callable[[], BaseException]) -> list[str]:
-    """Make the ``number``-th operation on the disk fail; returns the list of those begun."""
+def stopping_at(
+    number: int, monkeypatch: pytest.MonkeyPatch, error: Callable[[], BaseException], *, for_good: bool = False
+) -> list[str]:
+    """Make the ``number``-th operation on the disk fail, ``for_good`` all after it too; returns those begun."""
     begun: list[str] = []
+    places = itertools.count(1)  # counts right when several threads begin at once
 
     def wrap(name: str, original: Callable[..., None]) -> Callable[..., None]:
         def operation(*arguments: object) -> None:
             begun.append(name)
-            if len(begun) == number:
+            place = next(places)
+            if place == number or (for_good and place > number):
                 raise error()
             original(*arguments)
 
@@ -52,7 +57,10 @@ def vanish(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def job(source: pathlib.Path, out: pathlib.Path, **options: object) -> None:
-    """The conversion that is interrupted; one worker, so that the operations always come in the same order."""
+    """The conversion that is interrupted; one worker, so that operations of two layers hardly mix.
+
+    Notes in the journal and syncs come from other threads: what was done before an operation differs from run to run.
+    """
     convert(source, out, max_shard_bytes=SHARD_BYTES, workers=1, **options)  # type: ignore[arg-type]
 
 
@@ -79,6 +87,6 @@ def killed(source: pathlib.Path, out: pathlib.Path, monkeypatch: pytest.MonkeyPa
     """As after kill -9: the run stops before one operation and cleans up nothing."""
     with monkeypatch.context() as patch:
         vanish(patch)
-        stopping_at(step, patch, Stop)
+        stopping_at(step, patch, Stop, for_good=True)  # its other threads write nothing more either
         with pytest.raises(Stop):
             job(source, out)
