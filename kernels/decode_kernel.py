@@ -76,6 +76,15 @@ def _columns(i: tl.constexpr, C: tl.constexpr, W: tl.constexpr, BC: tl.constexpr
 
 
 @triton.jit
+def _query(
+    q_latent, flat_row, i: tl.constexpr, C: tl.constexpr, W: tl.constexpr, BC: tl.constexpr, IN_LOOP: tl.constexpr
+):
+    """Rows [BR, BC] of a piece of the queries; volatile in the loop, else the compiler would move it in front."""
+    c, c_in = _columns(i, C, W, BC)
+    return tl.load(q_latent + flat_row[:, None] * C + c[None, :], mask=c_in[None, :], other=0.0, volatile=IN_LOOP)
+
+
+@triton.jit
 def _join_sink(log_sum, sink):
     """Log-sum-exp with one more logit, and what share of the result the rest keeps."""
     higher = tl.maximum(tl.maximum(log_sum, sink), _LOWEST)
@@ -142,7 +151,8 @@ def part_kernel(
     BR: tl.constexpr, BN: tl.constexpr, SPLIT: tl.constexpr,
     PAGE: tl.constexpr,  # tokens in a page, 0 without pages
     FORM: tl.constexpr, GROUP: tl.constexpr,  # numbers per scale (scale_s2 is 0 where groups share one), 0 for none
-    TRANSPOSED: tl.constexpr, PER_TOKEN: tl.constexpr, SINGLE: tl.constexpr,
+    TRANSPOSED: tl.constexpr, RELOAD: tl.constexpr,  # RELOAD: of the queries
+    PER_TOKEN: tl.constexpr, SINGLE: tl.constexpr,
     HAS_LENS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_INDICES: tl.constexpr, HAS_SINKS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -164,8 +174,8 @@ def part_kernel(
     q = ()
     acc = ()
     for i in tl.static_range(PIECES):
-        c, c_in = _columns(i, C, W, BC)
-        q = q + (tl.load(q_latent + flat_row[:, None] * C + c[None, :], mask=c_in[None, :], other=0.0),)
+        if not RELOAD:
+            q = q + (_query(q_latent, flat_row, i, C, W, BC, False),)
         acc = acc + (tl.zeros([BC, BR] if TRANSPOSED else [BR, BC], dtype=tl.float32),)
     r = tl.arange(0, BP)
     r_in = r < R
@@ -193,12 +203,13 @@ def part_kernel(
             p_codes = latent + at[:, None] + c[None, :] * latent_s2
             codes = tl.load(p_codes, mask=there[:, None] & c_in[None, :], other=0)  # [BN, BC]
             k = k + (_numbers(codes, FORM, q_latent.dtype.element_ty),)
+            qi = _query(q_latent, flat_row, i, C, W, BC, True) if RELOAD else q[i]
             if GROUP > 0:
                 p_factor = p_factors + i * W // GROUP * scale_s2
                 factors = factors + (_along_tokens(_factors(p_factor, there, FORM), TRANSPOSED),)
-                s += _scores(q[i], k[i], None, TRANSPOSED, PRECISION) * factors[i]
+                s += _scores(qi, k[i], None, TRANSPOSED, PRECISION) * factors[i]
             else:
-                s = _scores(q[i], k[i], s, TRANSPOSED, PRECISION)  # [BR, BN], or [BN, BR]
+                s = _scores(qi, k[i], s, TRANSPOSED, PRECISION)  # [BR, BN], or [BN, BR]
         if R > 0:
             rope_at = outer * rope_s0 + inner * rope_s1
             r_there = there[:, None] & r_in[None, :]

@@ -32,7 +32,8 @@ SHARED_LIMIT = {
 class Tile:
     """One launch: see the module. ``warps`` and ``stages`` are Triton's num_warps and num_stages.
 
-    ``piece`` is how many of the latent's columns have products of their own, at most.
+    ``piece`` is how many of the latent's columns have products of their own, at most. ``reload_query`` loads the
+    queries anew for each tile of history: AMD keeps them in registers, which wide ones fill.
     """
 
     block_rows: int
@@ -42,6 +43,7 @@ class Tile:
     transposed: bool = False
     split_tokens: int = 1024
     piece: int = 512
+    reload_query: bool = False
 
 
 _ANY = 1 << 30
@@ -116,6 +118,7 @@ _TABLE: dict[str, dict[str, tuple[tuple[int, Tile], ...]]] = {
         "wide": ((_ANY, Tile(16, 32, 4, 1, piece=128)),),
         "wide coded": ((_ANY, Tile(16, 16, 4, 1)),),
         **dict.fromkeys(_FLOAT32, ((_ANY, Tile(16, 16, 4, 1, piece=128)),)),
+        "float32 wide coded": ((_ANY, Tile(16, 16, 4, 1, piece=128, reload_query=True)),),
     },
 }
 _SAME_AS = {"sm_89": "sm_86", "sm_120": "sm_86", "gfx950": "gfx942"}

@@ -181,6 +181,7 @@ def part_arguments(args: DecodeArguments, tile: Tile, division: Division) -> dic
         "FORM": form,
         "GROUP": group if scale_strides[2] else group and piece,
         "TRANSPOSED": tile.transposed,
+        "RELOAD": tile.reload_query,
         "SINGLE": division.parts == 1,
         "HAS_MASK": mask is not None,
         "PRECISION": "ieee" if query.dtype == torch.float32 else None,

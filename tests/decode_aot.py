@@ -172,13 +172,6 @@ def faults(problem: Problem, target: str, tile: Tile, built: aot.Compiled) -> li
     return [name for name, holds in bars.items() if not holds]
 
 
-#: What misses a bar and is known to: numbers of registers that spill, in problems that nobody is expected to have.
-EXCEPTIONS = {
-    (target, Problem("fp32", 1024, 64, "fp8/group")): ["spills in the loop", "spills"]
-    for target in ("gfx942", "gfx950")
-}
-
-
 def narrow_is_fine(problem: Problem) -> bool:
     """Problems whose tiles are so small that 16 bytes for each thread would be more than there is of a piece."""
     return problem.dtype == "fp32" or problem.kind == "wide coded" or problem.latent < 256

@@ -58,6 +58,15 @@ def test_against_reference(case: Case, tile: Tile) -> None:
     assert_close(args, *launched(args, tile))
 
 
+@pytest.mark.parametrize("tile", [SMALL, TURNED], ids=["small", "transposed"])
+@pytest.mark.parametrize("codes", [None, "fp8/group"])
+def test_reloading_the_queries_changes_nothing(codes: str | None, tile: Tile) -> None:
+    args = build(Case(latent=192, codes=codes, q_len=2, heads=20, lens=(33, 70)))
+    tile = dataclasses.replace(tile, piece=64)
+    found = launched(args, dataclasses.replace(tile, reload_query=True))
+    assert all(torch.equal(a, b) for a, b in zip(found, launched(args, tile), strict=True))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("heads", "q_len"), list(itertools.product((1, 3, 6, 12, 16, 32, 63, 64, 126, 128), (1, 2, 4, 8)))

@@ -29,11 +29,12 @@ HEAD = """# The decode kernel, compiled ahead of time
 Written by `make kernel-report` with Triton {triton} on {machine}; no GPU is needed, and speed is not what it tells.
 
 Every tile of the launch table, for the problems that it is chosen for. A tile is rows × tokens, warps, stages, columns
-of the latent in one piece; T: transposed. Registers are per thread; spills are bytes of stack on NVIDIA and registers
-on AMD, "in" instructions of the loop over the history that move them. Shared memory is in bytes per program, beside
-the table's own upper bound and as a share of the limit. "16 B" counts the loop's global loads of 16 bytes a thread,
-beside those that the latent alone needs. Programs is how many fit a multiprocessor at once; FLOP/B operations per byte
-of history. A problem is query dtype, C/R, format of the latent, variant of the launch.
+of the latent in one piece; T: transposed, r: queries loaded anew in the loop. Registers are per thread; spills are
+bytes of stack on NVIDIA and registers on AMD, "in" instructions of the loop over the history that move them. Shared
+memory is in bytes per program, beside the table's own upper bound and as a share of the limit. "16 B" counts the loop's
+global loads of 16 bytes a thread, beside those that the latent alone needs. Programs is how many fit a multiprocessor
+at once; FLOP/B operations per byte of history. A problem is query dtype, C/R, format of the latent, variant of the
+launch.
 
 Bars, held by the tests: shared and tensor memory within limits, no spill in the loop and at most 16 bytes outside it,
 WGMMA (HGMMA) on sm_90 from 64 rows, tcgen05 (UTC…MMA) on sm_100 from 64 rows, 16-byte loads of the latent. With float32
@@ -48,7 +49,7 @@ def row(problem: Problem, target: str, tile: Tile, built: aot.Compiled, missed: 
     name = f"{tile.block_rows} × {tile.block_tokens}, {tile.warps}w {tile.stages}s p{tile.piece}"
     cells = [
         str(problem),
-        name + (" T" if tile.transposed else ""),
+        name + " T" * tile.transposed + " r" * tile.reload_query,
         built.registers,
         built.spills,
         built.loop_spills,
@@ -66,7 +67,7 @@ def row(problem: Problem, target: str, tile: Tile, built: aot.Compiled, missed: 
 
 
 def section(target: str, processes: int) -> tuple[list[str], bool]:
-    """A target's table, and whether every bar holds that is expected to."""
+    """A target's table, and whether every bar holds."""
     cases = decode_aot.grid(target)
     columns = COLUMNS.split("|")
     lines = [f"\n## {target}: {SHARED_LIMIT[target]:,} bytes of shared memory\n", "| " + " | ".join(columns) + " |"]
@@ -76,7 +77,7 @@ def section(target: str, processes: int) -> tuple[list[str], bool]:
     for (problem, tile), result in zip(cases, built, strict=True):
         missed = decode_aot.faults(problem, target, tile, result)
         lines.append(row(problem, target, tile, result, missed))
-        fine = fine and missed == decode_aot.EXCEPTIONS.get((target, problem), [])
+        fine = fine and not missed
     return lines, fine
 
 
