@@ -43,6 +43,11 @@ def hub_errors(repo_id: str, revision: str = "main", *, text: str = "") -> Itera
             f"there is no folder {text or repo_id}, and it is no hub id ({hub_ranges.reason(error)})"
         ) from error
     except hub_ranges.connection_errors() as error:
+        if hub_ranges.status(error) in (401, 403):
+            raise CheckpointError(
+                f"the hub refuses {repo_id} to the token that is set ({hub_ranges.reason(error)}); log in anew with "
+                "`hf auth login`, or correct HF_TOKEN"
+            ) from error
         raise CheckpointError(
             f"{repo_id} cannot be read from the hub ({hub_ranges.reason(error)}); what was read so far is kept: try "
             "again later"

@@ -145,8 +145,13 @@ def passes(error: BaseException) -> bool:
 
     if isinstance(error, errors.OfflineModeIsEnabled):
         return False
-    status = getattr(getattr(error, "response", None), "status_code", None)
-    return status is None or status in _BUSY
+    answer = status(error)
+    return answer is None or answer in _BUSY
+
+
+def status(error: BaseException) -> int | None:
+    """The HTTP status that the server answered with, where it did."""
+    return getattr(getattr(error, "response", None), "status_code", None)
 
 
 def patiently(ask: Callable[[], _T]) -> _T:

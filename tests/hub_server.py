@@ -25,7 +25,8 @@ class Hub:
 
     ``repositories`` gives the folder of each. ``faults`` are taken one for each request of a range: ``drop`` closes the
     connection without an answer, ``truncate`` after half of it, ``whole`` sends the file without minding the range, and
-    a number is a status. ``sent`` counts bytes of answers by file, ``ranges`` has the ranges asked for.
+    a number is a status, 401 as the hub answers tokens that it doesn't know. ``sent`` counts bytes of answers by file,
+    ``ranges`` has the ranges asked for.
     """
 
     repositories: dict[str, pathlib.Path]
@@ -76,6 +77,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         if code:
             self.send_header("X-Error-Code", code)
+        if status == 401:
+            self.send_header("X-Error-Message", "Invalid credentials in Authorization header")
         self.send_header("Content-Length", "0")
         self.end_headers()
 

@@ -18,6 +18,7 @@ import pytest
 from hub_server import COMMIT, Hub, serve
 from huggingface_hub import constants
 
+import mla_convert
 from mla_convert import hub as hub_module
 from mla_convert import hub_ranges
 from mla_convert.checkpoint import Checkpoint
@@ -180,6 +181,16 @@ def test_a_snapshot_in_the_client_s_cache(hub: Hub, tmp_path: pathlib.Path, invo
         local_folder(pathlib.Path(NAME))
 
 
+@pytest.mark.slow
+def test_a_whole_copy_is_verified_and_timed_by_its_name(hub: Hub, invoke: Callable[..., Any]) -> None:
+    huggingface_hub.snapshot_download(NAME)
+    result = invoke("verify", NAME, "--prefill", "8", "--decode", "4", "--batch", "2", "--json", "-")
+    assert (result.exit_code, json.loads(result.stdout)["passed"]) == (0, True)
+    result = invoke("bench", NAME, "--context", "16", "--repetitions", "3", "--json", "-")
+    assert (result.exit_code, json.loads(result.stdout)["model"]) == (0, "org/example (deepseek_v3, 4 layers)")
+    assert mla_convert.load(NAME).config.model_type == "deepseek_v3"
+
+
 def test_what_needs_the_whole_model(hub: Hub, tmp_path: pathlib.Path) -> None:
     """A whole folder is made of a snapshot, and the repository itself is nowhere to write to."""
     with pytest.raises(CheckpointError, match="download it first: hf download org/example"):
@@ -220,6 +231,16 @@ ERRORS: dict[str, tuple[str, Callable[[Hub], object], tuple[str, ...]]] = {
         ("there is no folder org/exmaple, and no repository", "check the name"),
     ),
     "gated": (NAME, lambda hub: setattr(hub, "token", "x"), ("accept its conditions", "hf auth login", "HF_TOKEN")),
+    "a token that is refused": (
+        NAME,
+        lambda hub: hub.api_faults.append(401),
+        ("the hub refuses org/example to the token that is set", "hf auth login", "HF_TOKEN"),
+    ),
+    "a token that is refused for files": (
+        NAME,
+        lambda hub: hub.faults.append(401),
+        ("the hub refuses org/example to the token that is set", "hf auth login", "HF_TOKEN"),
+    ),
     "no such revision": (f"{NAME}@v9", lambda hub: None, ("has no revision 'v9'", "branch, a tag or a whole commit")),
     "always busy": (NAME, lambda hub: hub.api_faults.extend([503] * 9), ("the hub cannot be reached (", "503")),
     "broken off for good": (
