@@ -39,11 +39,20 @@ _MULTIPLE = 16
 
 
 def choose_product(
-    scheme: Scheme, shape: tuple[int, int], device: torch.device, dtype: torch.dtype, *, over_rows: bool
+    scheme: Scheme,
+    shape: tuple[int, int],
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    over_rows: bool,
+    backend: str = "auto",
 ) -> str:
-    """The product for one head's weight [rows, columns]; ``over_rows`` where it sums over rows (factored key side)."""
+    """The product for one head's weight [rows, columns]; ``over_rows`` where it sums over rows (factored key side).
+
+    ``backend`` is that of ``patch``: "torch" keeps Triton away, "triton" asks for it.
+    """
     rows, columns = shape
-    if choose_backend("auto", device) == "triton":
+    if choose_backend(backend, device) == "triton":
         return TRITON if dtype in TRITON_DTYPES else PLAIN
     if device.type != "cpu" or dtype != torch.bfloat16:
         return PLAIN
@@ -60,14 +69,16 @@ def describe_product(scheme: Scheme, product: str) -> str:
 class CodedProjection(nn.Module):
     """A quantized weight of H heads: the key side's [H·N, C], the value side's [H·V, C], or one of a fused form, H = 1.
 
-    ``over_rows`` says that the product sums over the rows of a head (``lift_query``) and not over the columns.
+    ``over_rows`` says that the product sums over the rows of a head (``lift_query``) and not over the columns, and
+    ``backend`` is the one that the model was patched with.
     """
 
     codes: Tensor
     scale_bits: Tensor
 
-    def __init__(self, weight: Quantized, heads: int, product: str, *, over_rows: bool) -> None:
+    def __init__(self, weight: Quantized, heads: int, product: str, *, over_rows: bool, backend: str = "auto") -> None:
         super().__init__()
+        self.backend = backend
         self.scheme = weight.scheme
         self.rows, self.columns = weight.shape[0] // heads, weight.shape[1]
         self.heads = heads
@@ -119,7 +130,8 @@ class CodedProjection(nn.Module):
     def _by_kernel(self, x: Tensor) -> Tensor:
         codes = self._stored_codes()
         packed = PackedWeight(codes, self.scales, self.scheme.kind, self.scheme.blocks(self.columns))
-        return lift_query(x, packed) if self.over_rows else lift_output(x, packed)
+        lift = lift_query if self.over_rows else lift_output
+        return lift(x, packed, backend=self.backend)
 
     def _int8_product(self, rows: Tensor) -> Tensor:
         """[H, M, K] by the int8 codes of each head."""

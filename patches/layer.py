@@ -60,7 +60,7 @@ class AbsorbedLayer(AbsorbedWeights):
     """The absorbed side of one attention module, as its submodule ``mla_absorbed``."""
 
     def __init__(self, owner: nn.Module, name: str, forms: Forms, options: Options, stored: Stored | None) -> None:
-        super().__init__(owner, forms, stored)
+        super().__init__(owner, forms, stored, options.backend)
         self.name = name
         self.options = options
         self.slot = CallSlot()

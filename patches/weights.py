@@ -88,8 +88,9 @@ class AbsorbedWeights(nn.Module):
     coded_qk: CodedProjection | None
     coded_vo: CodedProjection | None
 
-    def __init__(self, owner: Owner, forms: Forms, stored: Stored | None = None) -> None:
+    def __init__(self, owner: Owner, forms: Forms, stored: Stored | None = None, backend: str = "auto") -> None:
         super().__init__()
+        self.backend = backend
         self.geometry = module_geometry(owner)
         self.forms = forms
         self.from_folder = stored is not None
@@ -167,12 +168,12 @@ class AbsorbedWeights(nn.Module):
         heads = self.geometry.num_heads if factored else 1
         over_rows = factored and side == "qk"
         shape = (stored.shape[0] // heads, stored.shape[1])
-        product = choose_product(stored.scheme, shape, device, self.dtype, over_rows=over_rows)
+        product = choose_product(stored.scheme, shape, device, self.dtype, over_rows=over_rows, backend=self.backend)
         self.products[side] = describe_product(stored.scheme, product)
         stored = Quantized(stored.codes.to(device), stored.scales.to(device), stored.scheme)
         if product == DEQUANTIZED:
             return stored.dequantize().to(self.dtype), None
-        return None, CodedProjection(stored, heads, product, over_rows=over_rows)
+        return None, CodedProjection(stored, heads, product, over_rows=over_rows, backend=self.backend)
 
     def follow(self, owner: Owner, *, look: bool) -> bool:
         """Derive the weights anew if ``owner``'s projections changed; whether they did.

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mla_convert.kernels.packed import PackedWeight, dequantize
+from mla_convert.patches import coded as coded_module
 from mla_convert.patches.coded import INT4, INT8, PLAIN, TRITON, CodedProjection, choose_product, describe_product
 from mla_convert.quantization import Quantized, quantize
 from mla_convert.schemes import FP8_BLOCKS, FP8_ROWS, Scheme, all_schemes, int4
@@ -133,3 +134,24 @@ def test_the_choice_elsewhere() -> None:
         assert choose_product(scheme, (20, 128), torch.device("cuda"), torch.bfloat16, over_rows=True) == TRITON
         assert choose_product(scheme, (20, 128), torch.device("mps"), torch.bfloat16, over_rows=True) == PLAIN
     assert choose_product(INT8_ROWS, (20, 128), torch.device("cuda"), torch.float64, over_rows=True) == PLAIN
+
+
+def test_the_choice_follows_the_backend_asked_for() -> None:
+    """No Triton where PyTorch was asked for, whatever the device."""
+    cuda, half = torch.device("cuda"), torch.bfloat16
+    for scheme in all_schemes():
+        assert choose_product(scheme, (32, 128), cuda, half, over_rows=True, backend="torch") == PLAIN
+        assert choose_product(scheme, (32, 128), cuda, half, over_rows=True, backend="triton") == TRITON
+        assert choose_product(scheme, (32, 128), CPU, half, over_rows=True, backend="triton") == TRITON
+    assert choose_product(INT8_ROWS, (32, 128), CPU, half, over_rows=True, backend="torch") == INT8
+
+
+@pytest.mark.parametrize("over_rows", [True, False])
+def test_the_product_runs_on_the_backend_asked_for(over_rows: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    for name in ("lift_query", "lift_output"):
+        monkeypatch.setattr(coded_module, name, lambda x, packed, backend: asked.append(backend) or x)
+    for backend in ("auto", "torch", "triton"):
+        coded = CodedProjection(weight(INT8_ROWS), HEADS, TRITON, over_rows=over_rows, backend=backend)
+        coded(activations(torch.bfloat16, ROWS if over_rows else COLUMNS))
+    assert asked == ["auto", "torch", "triton"]
