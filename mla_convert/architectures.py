@@ -62,6 +62,11 @@ class LayerSpec:
         """Name of W_O, ``[D, H·V]``."""
         return self.name("o_proj")
 
+    @property
+    def norms(self) -> tuple[str, ...]:
+        """Names of the weights of its norms: of the latents, where it has them."""
+        return tuple(name for name, shape in self.shapes().items() if len(shape) == 1)
+
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Every weight that the module must have for its attention, with its shape."""
         g = self.geometry

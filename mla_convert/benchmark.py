@@ -161,7 +161,7 @@ class _Run:
         """Time both models over ``context`` − 1 cached tokens and a new one."""
         original, patched = self._sides(context)
         (_, wanted), (_, found) = original.step(), patched.step()
-        refuse_nonfinite_logits(wanted, self.name)
+        refuse_nonfinite_logits(wanted, self.original, self.name)
         self._tick()
         pairs = []
         for _ in range(self.repetitions):

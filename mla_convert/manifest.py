@@ -128,6 +128,11 @@ class SourceTensor:
         """Whether it was stored as codes with scales."""
         return self.form is not None
 
+    @property
+    def in_fp8_blocks(self) -> bool:
+        """Whether it was stored as DeepSeek-V3 is: FP8 codes, a scale for each block of rows and columns."""
+        return self.form is not None and self.form.startswith("float8,") and ", blocks of " in self.form
+
 
 @dataclasses.dataclass(frozen=True)
 class Source:

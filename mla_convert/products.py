@@ -40,7 +40,12 @@ class Operands:
 def read_operands(
     checkpoint: Checkpoint, layer: PlannedLayer, device: torch.device
 ) -> tuple[Operands, dict[str, SourceTensor]]:
-    """The weights that ``layer`` is made from, and what the manifest records of each."""
+    """The weights that ``layer`` is made from, and what the manifest records of each.
+
+    The norms are read as well, though nothing is made of them: they are small, and refused if they are damaged.
+    """
+    for name in layer.spec.norms:
+        checkpoint.weight(name)
     described: dict[str, SourceTensor] = {}
     weights: dict[str, Tensor] = {}
     for name in layer.sources:

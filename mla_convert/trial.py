@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mla_convert.errors import CheckpointError
-from mla_convert.formats import plain
+from mla_convert.formats import count_nonfinite, plain
 
 _FAULTS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 _AGAIN = "take the config.json that belongs to the checkpoint"
+_NAMED = 3
 
 
 @torch.no_grad()
@@ -30,11 +32,32 @@ def try_out(model: Any, where: str) -> None:
         ) from error
 
 
-def refuse_nonfinite_logits(logits: Tensor, where: str) -> None:
-    """CheckpointError where the original itself gives NaN or infinite ``logits``: there is nothing to compare with."""
+def refuse_nonfinite_logits(logits: Tensor, model: nn.Module, where: str) -> None:
+    """CheckpointError where the original ``model`` itself gives NaN or infinite ``logits``: nothing compares with them.
+
+    The weights that are damaged are named, the first few of them, with how many of their values are.
+    """
     bad = int((~logits.isfinite()).sum())
     if bad:
         raise CheckpointError(
             f"{where}, unpatched as it is, gives {bad:,} NaN or infinite logits (of {logits.numel():,}) in "
-            f"{plain(logits.dtype)}: its weights or its config are damaged; fetch it again, or {_AGAIN}"
+            f"{plain(logits.dtype)}: {_cause(model)}"
         )
+
+
+def _cause(model: nn.Module) -> str:
+    """Which weights are NaN or infinite; or, if none is, what else there is."""
+    tensors = {name: tensor for name, tensor in _tensors(model) if tensor.is_floating_point() and not tensor.is_meta}
+    counts = {name: count for name, tensor in tensors.items() if (count := count_nonfinite(tensor.detach()))}
+    if not counts:
+        return f"all its weights are finite, so its config is damaged, or the dtype too narrow for it; {_AGAIN}"
+    named = [f"{name} has {counts[name]:,} (of {tensors[name].numel():,})" for name in list(counts)[:_NAMED]]
+    more = f", and {len(counts) - _NAMED} more tensors have some" if len(counts) > _NAMED else ""
+    return f"NaN or infinite weights: {', '.join(named)}{more}; the checkpoint is damaged, fetch it again"
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters, and the buffers that are stored with them (a router's bias is one)."""
+    yield from model.named_parameters()
+    stored = model.state_dict()
+    yield from ((name, buffer) for name, buffer in model.named_buffers() if name in stored)

@@ -121,8 +121,8 @@ def _compare_all(
         # One call over all tokens gives the float32 original's logits for less; under the strict rule both take
         # the same steps, so that nothing but the patch is between them.
         references = [run(original, stage, whole=floor is not None, tick=ticks) for stage in stages]
-    for reference in references:
-        refuse_nonfinite_logits(reference.logits, subject.label)
+        for reference in references:
+            refuse_nonfinite_logits(reference.logits, original, subject.label)
     del original
     own: list[dict[str, Divergence]] = [{} for _ in stages]
     if floor is not None:

@@ -178,16 +178,20 @@ def patch(
     registered = registered_name(original)
     setting = attention_setting(model, parts, registered)
     layers = [_build(name, module, family, asked, options, sidecar) for name, module in modules]
-    for (_, module), layer in zip(modules, layers, strict=True):
-        _install(module, layer)
-    model.set_attn_implementation(setting)
     state = PatchState(
         family.model_type if family else "unknown", original, options, None if sidecar is None else sidecar.label
     )
-    object.__setattr__(model, _STATE, state)
-    add_refusals(model)
-    handle = PatchHandle(model)
-    logger.info("%s", handle.describe())
+    try:
+        for module, layer in zip(parts, layers, strict=True):
+            _install(module, layer)
+        model.set_attn_implementation(setting)
+        object.__setattr__(model, _STATE, state)
+        add_refusals(model)
+        handle = PatchHandle(model)
+        logger.info("%s", handle.describe())
+    except BaseException:
+        _take_back(model, parts, original)
+        raise
     return handle
 
 
@@ -205,14 +209,9 @@ def unpatch(model: PreTrainedModel) -> None:
     modules = [module for module in model.modules() if layer_of(module)]
     holder: Any = modules[0] if modules else model
     present = holder.config._attn_implementation
-    for module in modules:
-        _uninstall(module)
-    if present.startswith(PREFIX):
-        model.set_attn_implementation(attention_setting(model, modules, state.original))
-    else:
+    if not present.startswith(PREFIX):
         logger.info("the attention implementation %r was set while the model was patched, and stays", present)
-    remove_refusals(model)
-    object.__delattr__(model, _STATE)
+    _take_back(model, modules, state.original)
 
 
 @contextlib.contextmanager
@@ -285,15 +284,27 @@ def _install(module: nn.Module, layer: AbsorbedLayer) -> None:
         layer.forwards["o_proj"] = FusedOutput(layer, module.o_proj)
 
 
+def _take_back(model: Any, modules: Sequence[nn.Module], original: str) -> None:
+    """Remove all of a patch, or of the part of it that was made when something went wrong."""
+    for module in modules:
+        _uninstall(module)
+    holder: Any = modules[0] if modules else model
+    if holder.config._attn_implementation.startswith(PREFIX):
+        model.set_attn_implementation(attention_setting(model, modules, original))
+    remove_refusals(model)
+    vars(model).pop(_STATE, None)
+
+
 def _uninstall(module: nn.Module) -> None:
     layer = layer_of(module)
-    assert layer is not None
+    if layer is None:
+        return
     for forward in layer.forwards.values():
         forward.remove()
     _remove_hook(module, begin_call)
     _remove_hook(module, end_call)
-    module.__dict__.pop(METHOD, None)
-    del module.expand_kv
+    for name in (METHOD, "expand_kv"):
+        module.__dict__.pop(name, None)
     delattr(module, ATTRIBUTE)
 
 

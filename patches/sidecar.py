@@ -154,11 +154,16 @@ class Sidecar:
             f"layer {index}: {self.label} and the model's {names} differ by a relative error of {found.error:.1e} "
             f"({found.where}); rounding explains {found.bound:.1e} at most"
         )
-        if any(source.quantized for source in cast):
+        if any(source.in_fp8_blocks for source in cast):
             message += (
                 f". The source is in FP8 blocks, and transformers {transformers.__version__} misreads those on a CPU "
                 "where a weight's rows or columns are not whole blocks: load it with mla_convert.load(folder), which "
                 "dequantizes by the config's block size"
+            )
+        elif forms := sorted({source.form for source in cast if source.form is not None}):
+            message += (
+                f". The source is stored in codes ({'; '.join(forms)}): load it with mla_convert.load(folder), which "
+                "dequantizes it as convert did"
             )
         return message + ". Otherwise use the weights made from this model, or convert again"
 

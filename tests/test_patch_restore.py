@@ -16,6 +16,7 @@ from transformers import DynamicCache
 
 import mla_convert
 from mla_convert.errors import PatchError
+from mla_convert.patches import apply
 
 
 @pytest.mark.parametrize("attn", ["sdpa", "eager"])
@@ -48,8 +49,41 @@ def test_an_exception_restores_and_leaves_no_call_behind() -> None:
     assert state_of(model) == before
 
 
-def _stop(*_: Any) -> None:
+def _stop(*_: Any, **__: Any) -> None:
     raise RuntimeError("stop")
+
+
+@pytest.mark.parametrize(
+    ("where", "after"),
+    [
+        ("_install", 1),
+        ("FusedOutput", 1),
+        ("PreTrainedModel.set_attn_implementation", 0),
+        ("add_refusals", 0),
+        ("PatchHandle.describe", 0),
+    ],
+)
+@torch.inference_mode()
+def test_a_patch_that_fails_half_way_is_taken_back(
+    where: str, after: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It fails at the second layer, between its two projections, or when everything is installed."""
+    model, ids = models.deepseek_v3(), models.tokens(2, 10)
+    before, logits = state_of(model), model(ids).logits
+    path = f"mla_convert.patches.apply.{where}"
+    original: Any = getattr(apply, where) if "." not in where else None
+    calls: list[int] = []
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return _stop() if len(calls) > after else original(*args, **kwargs)
+
+    with monkeypatch.context() as broken, pytest.raises(RuntimeError, match="stop"):
+        broken.setattr(path, failing)
+        mla_convert.patch(model, form="fused")
+    assert calls and state_of(model) == before and model.config._attn_implementation == "sdpa"
+    assert torch.equal(model(ids).logits, logits)
+    mla_convert.patch(model, form="fused").unpatch()
 
 
 @pytest.mark.parametrize("form", [{}, {"form": "fused"}], ids=str)

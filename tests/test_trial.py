@@ -13,7 +13,7 @@ import torch
 
 from mla_convert.benchmark import bench
 from mla_convert.conversion import convert
-from mla_convert.errors import CheckpointError, MLAConvertError, UsageError
+from mla_convert.errors import CheckpointError, FormatError, MLAConvertError, UsageError
 from mla_convert.verification import verify
 
 BROKEN: list[dict[str, Any]] = [
@@ -52,15 +52,30 @@ def test_lengths_of_a_native_config(native_path: pathlib.Path, tmp_path: pathlib
 
 
 NOT_NUMBERS = "unpatched as it is, gives [0-9,]+ NaN or infinite logits .of [0-9,]+. in float32"
+FINITE = NOT_NUMBERS + ": all its weights are finite, so its config is damaged, or the dtype too narrow"
 
 
 def test_logits_that_are_no_numbers() -> None:
     model = models.deepseek_v3()
     model.lm_head.weight.data[5, 0] = torch.nan
-    with pytest.raises(CheckpointError, match=NOT_NUMBERS):
+    named = NOT_NUMBERS + r": NaN or infinite weights: lm_head.weight has 1 .of 4,656.; the checkpoint is damaged"
+    with pytest.raises(CheckpointError, match=named):
         verify(model, prefill=4, decode=3, batch=2)
-    with pytest.raises(CheckpointError, match=NOT_NUMBERS):
+    with pytest.raises(CheckpointError, match=named):
         bench(model, contexts=[8], repetitions=3)
+
+
+def test_the_first_damaged_weights_are_named_and_the_rest_counted() -> None:
+    model = models.deepseek_v3()
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.weight.data[:2, :2] = torch.inf
+        layer.input_layernorm.weight.data[0] = torch.nan
+    model.model.layers[1].mlp.gate.e_score_correction_bias[1] = torch.nan  # a buffer, and stored
+    with pytest.raises(CheckpointError) as refused:
+        verify(model, prefill=4, decode=3, batch=2)
+    for words in ("layers.0.self_attn.o_proj.weight has 4 (of 1,728)", "layers.0.input_layernorm.weight has 1 (of 48)"):
+        assert words in str(refused.value)
+    assert "and 2 more tensors have some; the checkpoint is damaged, fetch it again" in str(refused.value)
 
 
 @pytest.mark.parametrize("projection", ["q_b_proj", "o_proj"])
@@ -70,11 +85,22 @@ def test_damage_that_factored_conversion_does_not_read(projection: str, tmp_path
     getattr(model.model.layers[1].self_attn, projection).weight.data[3, 2] = torch.nan
     model.save_pretrained(tmp_path / "source")
     convert(tmp_path / "source", tmp_path / "out", form="factored")
-    with pytest.raises(CheckpointError, match=NOT_NUMBERS):
+    with pytest.raises(CheckpointError, match=rf"{NOT_NUMBERS}: .*layers.1.self_attn.{projection}.weight has 1 "):
         verify(tmp_path / "source", tmp_path / "out", prefill=4, decode=3, batch=2)
     with pytest.raises(CheckpointError, match=rf"{projection}.*(NaN|not finite|infinit)"):
         convert(tmp_path / "source", tmp_path / "fused", form="fused")
     assert not (tmp_path / "fused").exists()
+
+
+@pytest.mark.parametrize("norm", ["kv_a_layernorm", "q_a_layernorm"])
+@pytest.mark.parametrize("form", ["factored", "fused"])
+def test_damaged_norms_are_refused_by_convert(norm: str, form: str, tmp_path: pathlib.Path) -> None:
+    model = models.deepseek_v3()
+    getattr(model.model.layers[1].self_attn, norm).weight.data[3:5] = torch.inf
+    model.save_pretrained(tmp_path / "source")
+    with pytest.raises(FormatError, match=rf"layers.1.self_attn.{norm}.weight has 2 NaN or infinite values"):
+        convert(tmp_path / "source", tmp_path / "out", form=form)
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.filterwarnings("ignore:.*factor")
@@ -82,7 +108,7 @@ def test_a_yarn_factor_of_zero() -> None:
     """Positions divided by zero: transformers warns, and computes NaN."""
     model = models.deepseek_v3(rope_parameters=models.YARN | {"factor": 0.0})
     for run in (lambda: verify(model, prefill=4, decode=3, batch=2), lambda: bench(model, contexts=[8], repetitions=3)):
-        with pytest.raises(CheckpointError, match=NOT_NUMBERS):
+        with pytest.raises(CheckpointError, match=FINITE):
             run()
 
 
