@@ -64,9 +64,7 @@ def _stop(*_: Any, **__: Any) -> None:
     ],
 )
 @torch.inference_mode()
-def test_a_patch_that_fails_half_way_is_taken_back(
-    where: str, after: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_patch_that_fails_half_way_is_taken_back(where: str, after: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """It fails at the second layer, between its two projections, or when everything is installed."""
     model, ids = models.deepseek_v3(), models.tokens(2, 10)
     before, logits = state_of(model), model(ids).logits
