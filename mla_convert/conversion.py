@@ -15,7 +15,8 @@ from mla_convert.coding import Rounder, nearest
 from mla_convert.conversion_report import ConversionReport, make_report
 from mla_convert.destination import FOLDER, MANIFEST, check_space
 from mla_convert.errors import UsageError
-from mla_convert.hub import HubPath, local_folder
+from mla_convert.hub import HubPath
+from mla_convert.hub_snapshots import local_folder
 from mla_convert.manifest import Manifest
 from mla_convert.manifest_reading import read_manifest
 from mla_convert.order import Order, order_layout, order_sidecar, order_standalone

@@ -11,7 +11,8 @@ import torch
 
 from mla_convert import native
 from mla_convert.errors import CheckpointError
-from mla_convert.hub import is_hub_id, open_repository, prefetch_beginnings
+from mla_convert.hub import is_hub_id, open_repository
+from mla_convert.hub_prefetch import prefetch_beginnings
 from mla_convert.shards import Piece, is_readable, parse_json, read_header
 
 Layout = Literal["single", "sharded", "native"]

@@ -10,14 +10,12 @@ from __future__ import annotations
 import errno
 import functools
 import io
-import json
 import os
 import pathlib
 import re
 import sys
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import IO, Any
 
 from mla_convert import hub_ranges
 from mla_convert.errors import CheckpointError
@@ -29,10 +27,6 @@ else:
     _Path = pathlib.PosixPath
 
 _ID = re.compile(r"([\w][\w.-]*/[\w.-]+?)(?:@([\w][\w./-]*))?")
-_CONNECTIONS = 8
-#: The beginning of a file that is fetched at once, so that its header often needs no second request: so many bytes, and
-#: so small a part of the file.
-_BEGINNING, _SHARE = 1 << 17, 512
 
 
 class HubPath(_Path):
@@ -86,26 +80,70 @@ class HubPath(_Path):
             raise FileNotFoundError(errno.ENOENT, "no such file in the repository", str(self))
         return os.stat_result((0o100444, 0, -1, 0, 0, 0, size, 0, 0, 0), {"st_mtime_ns": 0})
 
-    def open(self, mode: str = "r", buffering: int = -1, *_: Any, **__: Any) -> Any:
-        """The file as a raw stream of bytes: what is not read is not fetched."""
-        local = self.cached()
-        return _Stream(self) if local is None else local.open("rb", buffering)
+    def open(  # type: ignore[override]
+        self,
+        mode: str = "r",
+        buffering: int = -1,
+        encoding: str | None = None,
+        errors: str | None = None,
+        newline: str | None = None,
+    ) -> IO[Any]:
+        """The file, of which nothing is fetched that is not read; its bytes come as a raw stream."""
+        if "r" not in mode or set(mode) - set("rbt"):
+            raise _refusal(self, f"open with mode {mode!r}")
+        if (local := self.cached()) is not None:
+            return local.open(mode, buffering, encoding, errors, newline)
+        stream: Any = _Stream(self)
+        return stream if "b" in mode else io.TextIOWrapper(io.BufferedReader(stream), encoding, errors, newline)
 
     def read_bytes(self) -> bytes:
-        """The whole file, through the hub client's own cache."""
-        from huggingface_hub import hf_hub_download
-
+        """The whole file, through the hub client's own cache, and with its own patience."""
         with hub_errors(self.repo_id):
-            return pathlib.Path(hf_hub_download(self.repo_id, self.inside, revision=self.commit)).read_bytes()
+            return self._download().read_bytes()
+
+    def read_text(self, encoding: str | None = None, errors: str | None = None, newline: str | None = None) -> str:
+        """The whole file as text, as :meth:`read_bytes` gets it."""
+        return io.TextIOWrapper(io.BytesIO(self.read_bytes()), encoding, errors, newline).read()
+
+    def _download(self) -> pathlib.Path:
+        from huggingface_hub import errors, hf_hub_download
+
+        try:
+            return pathlib.Path(hf_hub_download(self.repo_id, self.inside, revision=self.commit))
+        except errors.LocalEntryNotFoundError as error:
+            # The client's word for a first request that failed; why it did says what to do.
+            cause = error.__cause__
+            if not isinstance(cause, hub_ranges.connection_errors()):
+                raise
+        raise cause
 
     def cached(self) -> pathlib.Path | None:
         """The whole file in the hub client's cache, if it is there."""
-        return _in_cache(self.repo_id, self.inside, self.commit)
+        return in_cache(self.repo_id, self.inside, self.commit)
 
     def span(self, start: int, nbytes: int) -> bytes | memoryview:
         """Some bytes of the file."""
         with hub_errors(self.repo_id):
             return hub_ranges.span(self.repo_id, self.commit, self.inside, start, nbytes, self.stat().st_size)
+
+
+def _refusal(path: HubPath, what: str) -> io.UnsupportedOperation:
+    return io.UnsupportedOperation(f"{path} is on the hub, where files are only read; {what} is not supported")
+
+
+def _refused(name: str) -> Callable[..., Any]:
+    def refuse(self: HubPath, *_: Any, **__: Any) -> Any:
+        raise _refusal(self, name)
+
+    return refuse
+
+
+def _refuse_the_rest() -> None:
+    """Let what paths can do on a disk, and is not written above, fail instead of touching a local file of that name."""
+    on_disk = set(dir(pathlib.Path)) - set(dir(pathlib.PurePath)) - {"cwd", "home", "from_uri"}
+    for name in on_disk - set(vars(HubPath)):
+        if not name.startswith("_"):
+            setattr(HubPath, name, _refused(name))
 
 
 class _Stream(io.RawIOBase):
@@ -175,7 +213,7 @@ def _known(repo_id: str, revision: str, why: str) -> HubPath:
     """What was read before; CheckpointError with ``why`` where nothing was."""
     commit = hub_ranges.remembered(repo_id, revision)
     if commit is None:
-        config = _in_cache(repo_id, "config.json", revision)
+        config = in_cache(repo_id, "config.json", revision)
         commit = config.parent.name if config is not None else None
     if commit is None:
         raise CheckpointError(
@@ -191,64 +229,19 @@ def _listing(repo_id: str, commit: str) -> dict[str, int]:
     listed = hub_ranges.listing(repo_id, commit)
     if listed is not None:
         return listed
-    config = _in_cache(repo_id, "config.json", commit)
+    config = in_cache(repo_id, "config.json", commit)
     if config is None:
         return {}
     files = (file for file in config.parent.rglob("*") if file.is_file())
     return {file.relative_to(config.parent).as_posix(): file.stat().st_size for file in files}
 
 
-def _in_cache(repo_id: str, name: str, revision: str) -> pathlib.Path | None:
+def in_cache(repo_id: str, name: str, revision: str) -> pathlib.Path | None:
+    """A file of a repository in the hub client's cache, if it is there."""
     from huggingface_hub import constants, try_to_load_from_cache
 
     found = try_to_load_from_cache(repo_id, name, cache_dir=constants.HF_HUB_CACHE, revision=revision)
     return pathlib.Path(found) if isinstance(found, str) else None
 
 
-def prefetch_beginnings(files: list[pathlib.Path]) -> None:
-    """Fetch the beginnings of files of a repository, several at once; nothing for files on disk."""
-    remote = [file for file in files if isinstance(file, HubPath) and file.is_file() and file.cached() is None]
-    with ThreadPoolExecutor(_CONNECTIONS) as pool:
-        for fetched in [pool.submit(_beginning, file) for file in remote]:
-            fetched.result()
-
-
-def _beginning(file: HubPath) -> None:
-    size = file.stat().st_size
-    file.span(0, max(min(8, size), min(_BEGINNING, size // _SHARE)))
-
-
-def local_folder(source: pathlib.Path) -> pathlib.Path:
-    """A folder that holds the whole checkpoint: ``source``, or a hub id's whole snapshot in the hub client's cache.
-
-    CheckpointError for a hub id without one, with the command that downloads it.
-    """
-    text = source.as_posix()
-    if os.path.lexists(source) or not is_hub_id(text):
-        return source
-    repo_id, revision = split_id(text)
-    config = _in_cache(repo_id, "config.json", revision)
-    if config is not None and _is_whole(config.parent):
-        return config.parent
-    option = "" if revision == "main" else f" --revision {revision}"
-    raise CheckpointError(
-        f"there is no folder {text}, and no whole copy of a hub repository of that name in {_cache()}; the whole model "
-        f"is needed here, so download it first: hf download {repo_id}{option}"
-    )
-
-
-def _is_whole(folder: pathlib.Path) -> bool:
-    index = folder / "model.safetensors.index.json"
-    if not index.is_file():
-        return any(folder.glob("*.safetensors"))
-    try:
-        names = set(json.loads(index.read_text("utf-8"))["weight_map"].values())
-    except (ValueError, KeyError, AttributeError):
-        return True  # the reader says what is wrong with it
-    return all((folder / str(name)).is_file() for name in names)
-
-
-def _cache() -> str:
-    from huggingface_hub import constants
-
-    return str(constants.HF_HUB_CACHE)
+_refuse_the_rest()

@@ -48,9 +48,11 @@ def hub_errors(repo_id: str, revision: str = "main", *, text: str = "") -> Itera
                 f"the hub refuses {repo_id} to the token that is set ({hub_ranges.reason(error)}); log in anew with "
                 "`hf auth login`, or correct HF_TOKEN"
             ) from error
+        asked = hub_ranges.asked_wait(error)
+        later = f"in {asked:.0f} s, as the hub asks" if asked else "later"
         raise CheckpointError(
             f"{repo_id} cannot be read from the hub ({hub_ranges.reason(error)}); what was read so far is kept: try "
-            "again later"
+            f"again {later}"
         ) from error
     except OSError as error:
         if error.errno != errno.ENOSPC:

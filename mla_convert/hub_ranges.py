@@ -7,10 +7,14 @@ that stands within one that is kept is not fetched again, and an incomplete one 
 
 from __future__ import annotations
 
+import contextlib
+import email.utils
 import importlib
 import json
+import logging
 import os
 import pathlib
+import re
 import time
 import uuid
 from collections.abc import Callable, Mapping
@@ -19,9 +23,12 @@ from typing import Any, TypeVar
 from mla_convert.errors import CheckpointError
 
 _T = TypeVar("_T")
+_LOGGER = logging.getLogger(__name__)
 _TRIES = 6
 #: Seconds before the second attempt; twice as many before each further one, up to the second number.
 WAIT, LONGEST_WAIT = 1.0, 8.0
+#: Seconds that a server may ask to wait; the hub counts requests in windows of 300.
+MOST_PATIENCE = 600.0
 _BUSY = (408, 429, 500, 502, 503, 504)
 
 
@@ -80,7 +87,7 @@ def _fetch(repo_id: str, commit: str, name: str, file: pathlib.Path, start: int,
                 attempt, done = (0, here) if (here := part.stat().st_size) > done else (attempt + 1, done)
                 if attempt == _TRIES or not passes(error):
                     raise
-                _wait(attempt)
+                _wait(attempt, error)
         os.replace(part, file)
 
 
@@ -162,12 +169,34 @@ def patiently(ask: Callable[[], _T]) -> _T:
         except connection_errors() as error:
             if not passes(error):
                 raise
-            _wait(attempt)
+            _wait(attempt, error)
     return ask()
 
 
-def _wait(attempt: int) -> None:
-    time.sleep(min(WAIT * 2**attempt, LONGEST_WAIT))
+def _wait(attempt: int, error: BaseException) -> None:
+    """Wait before another try: longer each time, and as long as the server asked to."""
+    asked = asked_wait(error)
+    if asked > MOST_PATIENCE:
+        raise error
+    if asked > LONGEST_WAIT:
+        _LOGGER.warning("the hub asks to wait %.0f s (%s)", asked, reason(error))
+    time.sleep(max(min(WAIT * 2**attempt, LONGEST_WAIT), asked))
+
+
+def asked_wait(error: BaseException) -> float:
+    """Seconds that a busy server asks to wait; 0 where it does not say.
+
+    In ``Retry-After``, seconds or a date (RFC 9110, 10.2.3), or as the hub does in ``RateLimit``, whose ``t`` are the
+    seconds until its count begins anew.
+    """
+    headers = getattr(getattr(error, "response", None), "headers", {})
+    asked = str(headers.get("Retry-After", "")).strip()
+    if asked.isdigit():
+        return float(asked)
+    with contextlib.suppress(ValueError):
+        return max(0.0, email.utils.parsedate_to_datetime(asked).timestamp() - time.time())
+    window = re.search(r"\br\s*=\s*0\s*;\s*t\s*=\s*(\d+)", str(headers.get("RateLimit", "")))
+    return float(window[1]) if window else 0.0
 
 
 def reason(error: BaseException) -> str:

@@ -15,7 +15,7 @@ from mla_convert.checkpoint import Checkpoint
 from mla_convert.destination import FOLDER
 from mla_convert.errors import UsageError
 from mla_convert.formats import plain
-from mla_convert.hub import local_folder
+from mla_convert.hub_snapshots import local_folder
 from mla_convert.judgement import StageReport
 from mla_convert.manifest import Manifest
 from mla_convert.patches.loading import load_original

@@ -21,7 +21,7 @@ from transformers import (
 from mla_convert.checkpoint import Checkpoint
 from mla_convert.config_styles import without_quantization
 from mla_convert.errors import CheckpointError
-from mla_convert.hub import local_folder
+from mla_convert.hub_snapshots import local_folder
 from mla_convert.patches.apply import patch
 from mla_convert.paths import path_of
 from mla_convert.storage import own_sidecar

@@ -25,8 +25,10 @@ class Hub:
 
     ``repositories`` gives the folder of each. ``faults`` are taken one for each request of a range: ``drop`` closes the
     connection without an answer, ``truncate`` after half of it, ``whole`` sends the file without minding the range, and
-    a number is a status, 401 as the hub answers tokens that it doesn't know. ``sent`` counts bytes of answers by file,
-    ``ranges`` has the ranges asked for.
+    a number is a status, 401 as the hub answers tokens that it doesn't know; ``api_faults`` and ``file_faults`` are the
+    same for the API and for whole files. ``busy`` gives headers for statuses. With ``elsewhere``, weights are on a second
+    host, which the answer points to. ``sent`` counts bytes of answers by file, ``ranges`` has the ranges asked for,
+    ``tokens`` what hosts were told to prove who asks.
     """
 
     repositories: dict[str, pathlib.Path]
@@ -35,6 +37,10 @@ class Hub:
     commit: str = COMMIT
     faults: list[str | int] = dataclasses.field(default_factory=list)
     api_faults: list[str | int] = dataclasses.field(default_factory=list)
+    file_faults: list[str | int] = dataclasses.field(default_factory=list)
+    busy: dict[str, str] = dataclasses.field(default_factory=dict)
+    elsewhere: bool = False
+    tokens: set[tuple[str, str | None]] = dataclasses.field(default_factory=set)
     sent: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     ranges: list[tuple[str, int, int]] = dataclasses.field(default_factory=list)
     requests: int = 0
@@ -59,11 +65,20 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self, *, body: bool) -> None:
         self.hub.requests += 1
+        host = self.headers["Host"].partition(":")[0]
+        self.hub.tokens.add((host, self.headers.get("Authorization")))
+        away = host == "localhost"  # the other host, which is never told a token
+        if self.hub.elsewhere and not away and "/resolve/" in self.path and self.path.endswith(".safetensors"):
+            self.send_response(302)
+            self.send_header("Location", self.hub.url.replace("127.0.0.1", "localhost") + self.path)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            return
         api, file = _API.fullmatch(self.path), _FILE.fullmatch(self.path)
         match = api or file
         if match is None or match[1] not in self.hub.repositories:
             self._refuse(404, "RepoNotFound")
-        elif self.hub.token and self.headers.get("Authorization") != f"Bearer {self.hub.token}":
+        elif self.hub.token and not away and self.headers.get("Authorization") != f"Bearer {self.hub.token}":
             self._refuse(403, "GatedRepo")
         elif (match[2] or "main") not in ("main", self.hub.commit):
             self._refuse(404, "RevisionNotFound")
@@ -79,6 +94,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header("X-Error-Code", code)
         if status == 401:
             self.send_header("X-Error-Message", "Invalid credentials in Authorization header")
+        for name, value in self.hub.busy.items() if status in (429, 503) else ():
+            self.send_header(name, value)
         self.send_header("Content-Length", "0")
         self.end_headers()
 
@@ -115,6 +132,8 @@ class _Handler(BaseHTTPRequestHandler):
             first, last = (int(number) for number in given.removeprefix("bytes=").split("-"))
             self.hub.ranges.append((path.name, first, last + 1 - first))
             fault = self.hub.faults.pop(0) if self.hub.faults else None
+        elif self.hub.file_faults:
+            fault = self.hub.file_faults.pop(0)
         if fault == "drop":
             self.close_connection = True
             return

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import pathlib
 import pickle
+import re
 import shutil
 import subprocess
 import sys
@@ -24,7 +26,8 @@ from mla_convert import hub_ranges
 from mla_convert.checkpoint import Checkpoint
 from mla_convert.conversion import convert
 from mla_convert.errors import CheckpointError, UsageError
-from mla_convert.hub import local_folder
+from mla_convert.hub import HubPath
+from mla_convert.hub_snapshots import local_folder
 from mla_convert.inspection import inspect_checkpoint
 
 NAME = "org/example"
@@ -41,6 +44,7 @@ def hub(example_path: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.
     """A server with the example, the hub client turned to it, and empty caches."""
     source = tmp_path / "served"
     shutil.copytree(example_path, source, ignore=shutil.ignore_patterns("__pycache__"))
+    (source / "README.md").write_text("---\nlicense: mit\nlanguage: en\n---\n# The original's own card\n")
     with serve(example=source) as server:
         turn_to(server.url, monkeypatch)
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
@@ -58,11 +62,11 @@ def hub(example_path: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.
 
 
 def needed_bytes(folder: pathlib.Path, names: set[str]) -> int:
-    """What has to be read: config and index, the headers of all shards, and the tensors."""
+    """What has to be read: config, index and card, the headers of all shards, and the tensors."""
     checkpoint = Checkpoint.open(folder)
     shards = list(folder.glob("*.safetensors"))
     headers = sum(8 + int.from_bytes(shard.read_bytes()[:8], "little") for shard in shards)
-    texts = sum((folder / name).stat().st_size for name in ("config.json", "model.safetensors.index.json"))
+    texts = sum((folder / name).stat().st_size for name in ("config.json", "model.safetensors.index.json", "README.md"))
     return headers + texts + sum(map(checkpoint.stored_bytes, names))
 
 
@@ -73,7 +77,7 @@ def assert_same_files(a: pathlib.Path, b: pathlib.Path) -> None:
         if name != "README.md":
             assert (a / name).read_bytes() == (b / name).read_bytes(), name
     card = (a / "README.md").read_text()  # a folder does not say which repository it came from
-    assert f"base_model: {NAME}\n" in card and f"weights of {NAME}" in card
+    assert f"base_model: {NAME}\nlicense: mit\n" in card and f"weights of {NAME}" in card
 
 
 @pytest.mark.parametrize("form", ["factored", "fused"])
@@ -104,13 +108,113 @@ FAULTS: dict[str, list[str | int]] = {
 def test_a_bad_connection(hub: Hub, tmp_path: pathlib.Path, name: str) -> None:
     """What arrived of a range that broke off is not asked for again."""
     hub.faults, hub.api_faults = list(FAULTS[name]), [503, "drop", 429]
+    hub.file_faults = [503] if name == "everything" else []  # the client itself waits a second there
     convert(NAME, tmp_path / "out", workers=1)
-    assert not hub.faults and not hub.api_faults
+    assert not hub.faults and not hub.api_faults and not hub.file_faults
     served = hub.repositories[NAME]
     convert(served, tmp_path / "local")
     assert_same_files(tmp_path / "out", tmp_path / "local")
     names = {name for layer in report_sources(tmp_path / "out") for name in layer}
     assert sum(hub.sent.values()) <= 1.1 * needed_bytes(served, names)
+
+
+class Clock:
+    """Time that passes only where somebody waits; the server is busy until ``ready``."""
+
+    def __init__(self, hub: Hub, headers: dict[str, str], ready: float) -> None:
+        self.now, self._hub, self._ready = 0.0, hub, ready
+        hub.busy, hub.faults, hub.api_faults = headers, [503] * 99, [429] * 99
+        self.waits: list[float] = []
+
+    def sleep(self, seconds: float) -> None:
+        self.waits.append(seconds)
+        self.now += seconds
+        if self.now >= self._ready:
+            self._hub.faults, self._hub.api_faults = [], []
+
+    def time(self) -> float:
+        return self.now
+
+
+WAITS = {
+    "seconds": ({"Retry-After": "1"}, 1.0),
+    "minutes": ({"Retry-After": "240"}, 240.0),
+    "a date": ({"Retry-After": "Thu, 01 Jan 1970 00:01:30 GMT"}, 90.0),
+    "the hub's window": ({"RateLimit": '"api";r=0;t=55', "RateLimit-Policy": '"fixed window";"api";q=500;w=300'}, 55.0),
+}
+
+
+@pytest.mark.parametrize("name", WAITS)
+def test_a_busy_server_is_given_the_time_that_it_asks_for(
+    hub: Hub, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """The client's own waits (here milliseconds) would be over long before."""
+    headers, seconds = WAITS[name]
+    clock = Clock(hub, headers, seconds)
+    monkeypatch.setattr(hub_ranges, "time", clock)
+    checkpoint = Checkpoint.open(NAME)  # the list of files
+    assert clock.waits == [seconds]
+    clock = Clock(hub, headers, seconds)
+    monkeypatch.setattr(hub_ranges, "time", clock)
+    checkpoint.read(checkpoint.layers[0].kv_b)  # a range
+    assert clock.waits == [seconds]
+
+
+def test_a_server_that_asks_for_too_much_patience(
+    hub: Hub, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, invoke: Callable[..., Any]
+) -> None:
+    clock = Clock(hub, {"Retry-After": "7200"}, 7200)
+    hub.api_faults = []
+    monkeypatch.setattr(hub_ranges, "time", clock)
+    result = invoke("convert", NAME, tmp_path / "out")
+    assert result.exit_code == 2 and "try again in 7200 s, as the hub asks" in result.stderr
+    assert clock.waits == [] and result.stderr.count("\n") == 1
+
+
+def test_weights_on_another_host(hub: Hub, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hub answers with another address, which is followed, and which the token is not sent to."""
+    hub.token, hub.elsewhere = "hf_secret", True
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    convert(NAME, tmp_path / "out")
+    convert(hub.repositories[NAME], tmp_path / "local")
+    assert_same_files(tmp_path / "out", tmp_path / "local")
+    assert hub.tokens == {("127.0.0.1", "Bearer hf_secret"), ("localhost", None)}
+
+
+def test_offline_with_a_snapshot_alone(hub: Hub, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """HF_HUB_OFFLINE, and nothing but what `hf download` left in the client's cache."""
+    huggingface_hub.snapshot_download(NAME)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    huggingface_hub.close_session()
+    before = hub.requests
+    assert not (tmp_path / "assets").exists()
+    convert(NAME, tmp_path / "out", form="fused")
+    assert hub.requests == before
+    convert(hub.repositories[NAME], tmp_path / "local", form="fused")
+    assert_same_files(tmp_path / "out", tmp_path / "local")
+
+
+def test_a_path_on_the_hub_reads_and_touches_no_disk(hub: Hub, tmp_path: pathlib.Path) -> None:
+    """Everything that a path on a disk can do is either done with the repository, or refused."""
+    Checkpoint.open(NAME)
+    path, served = HubPath(f"{NAME}@{COMMIT}"), hub.repositories[NAME]
+    text, expected = path / "README.md", (served / "README.md").read_text()
+    for _ in range(2):  # from the hub, then from the client's cache
+        with text.open() as as_text, text.open("rb") as as_bytes:
+            assert (as_text.read(), as_bytes.read()) == (expected, expected.encode())
+        assert (text.read_text(), text.read_text("utf-8"), text.read_bytes()) == (expected, expected, expected.encode())
+    assert sorted(file.name for file in path.iterdir()) == sorted(file.name for file in served.iterdir())
+    assert text.stat().st_size == len(expected) and text.exists() and not text.is_dir() and path.is_dir()
+    for mode in ("w", "r+", "ab", "x"):
+        with pytest.raises(io.UnsupportedOperation, match=f"open with mode '{re.escape(mode)}' is not supported"):
+            text.open(mode)
+    known = {"cwd", "home", "from_uri"}
+    for name in set(dir(pathlib.Path)) - set(dir(pathlib.PurePath)) - known:
+        assert name.startswith("_") or name in vars(HubPath), name
+    for name in ("glob", "rglob", "write_text", "unlink", "mkdir", "touch", "samefile"):
+        with pytest.raises(io.UnsupportedOperation, match=f"{name} is not supported"):
+            getattr(text, name)("x")
+    assert not (tmp_path / "org").exists()
 
 
 def test_nothing_is_read_twice(hub: Hub, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
