@@ -20,7 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from mla_convert.errors import PatchError
 from mla_convert.kernels.tracing import being_traced
-from mla_convert.patches.cache import adopt, handing_layer
+from mla_convert.patches.cache import adopt, check_model, handing_layer
 from mla_convert.patches.call import Call, Handover
 from mla_convert.patches.layer import AbsorbedLayer, layer_of, wants_gradients
 from mla_convert.patches.masks import (
@@ -179,6 +179,7 @@ def begin_call(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
     given = dict(zip(layer.positional, args, strict=False)) | kwargs
     hidden = given["hidden_states"]
     cache = given.get("cache", given.get("past_key_values"))
+    check_model(cache, module.config)
     form = layer.options.cache_format
     if cache is not None and form is not None and not getattr(cache, "offloading", False):
         adopt(cache, module.layer_idx, form)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedConfig
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from mla_convert.errors import MismatchError, UsageError
 from mla_convert.patches.cache_files import read_layers, write_layers
@@ -52,7 +52,8 @@ class LatentCache(DynamicCache):
             raise UsageError(f"capacity is a number of tokens from 1, or None to grow; found {capacity!r}")
         super().__init__(config=config, offloading=offloading)
         make: Any = functools.partial(LatentLayer, self.format, capacity)
-        expected = _widths(config, len(self.layers))
+        self.made_for = made_for(config)
+        expected = expected_widths(config, len(self.layers))
         self.layers = [
             make(width) if type(layer) is DynamicLayer else layer
             for layer, width in zip(self.layers, expected, strict=True)
@@ -76,6 +77,19 @@ class LatentCache(DynamicCache):
                 "tokens: make it from the config of the model it is used with"
             )
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last ``-tokens_to_remove`` tokens of every layer (a negative number, as transformers passes it).
+
+        A layer that no token ever reached, since it uses another's, stays empty.
+
+        Raises:
+            UsageError: for more tokens than are stored; nothing has changed then.
+        """
+        stored = [layer.get_seq_length() for layer in self.layers if isinstance(layer, CacheLayerMixin)]
+        if -tokens_to_remove > max(stored, default=0):
+            raise UsageError(f"crop({tokens_to_remove}) on a cache of {max(stored, default=0)} tokens")
+        super().crop(tokens_to_remove)
 
     def fork(self) -> LatentCache:
         """Another cache that begins with what is stored here: a filled prefix is shared until one of them appends.
@@ -134,13 +148,32 @@ class LatentCache(DynamicCache):
         return sum(r[:, :length].numel() * r.element_size() for r, length in rows if r is not None)
 
 
-def _widths(config: PreTrainedConfig | None, layers: int) -> list[tuple[int, int] | None]:
+def expected_widths(config: PreTrainedConfig | None, layers: int) -> list[tuple[int, int] | None]:
     """(C, R) of each layer by its part of the config; None where that says nothing."""
     parts = [] if config is None else list(config.get_text_config(decoder=True).per_layer_config)
     if len(parts) != layers:
         return [None] * layers
     found = [(getattr(part, "kv_lora_rank", None), getattr(part, "qk_rope_head_dim", None)) for part in parts]
     return [(c, r) if isinstance(c, int) and isinstance(r, int) else None for c, r in found]
+
+
+def made_for(config: PreTrainedConfig | None) -> int | None:
+    """Layers of the model that a cache is made for, by its config; None without one."""
+    return None if config is None else getattr(config.get_text_config(decoder=True), "num_hidden_layers", None)
+
+
+def check_model(cache: Any, config: PreTrainedConfig) -> None:
+    """Raise a UsageError if ``cache`` is one of ours that was made for a model of more or fewer layers.
+
+    Only a patched model can tell: tokens for a layer too many show by themselves, a layer that never gets any does not.
+    """
+    made = getattr(cache, "made_for", None)
+    found = None if made is None else made_for(config)
+    if made != found:
+        raise UsageError(
+            f"this {type(cache).__name__} was made for a model of {made} layers, and the model has {found}: make it "
+            "from the config of the model it is used with"
+        )
 
 
 def adopt(cache: Cache, index: int, form: CacheFormat | None = None) -> None:

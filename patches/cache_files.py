@@ -7,9 +7,9 @@ the format, and C, R and the dtype where something is stored.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-import pathlib
 import secrets
 from typing import Any
 
@@ -22,6 +22,7 @@ from mla_convert.errors import CheckpointError, UsageError
 from mla_convert.patches.cache_formats import parse_format
 from mla_convert.patches.cache_rows import RowLayout
 from mla_convert.patches.latent_layer import LatentLayer
+from mla_convert.paths import new_file
 
 _ENTRY = "latent_cache"
 _VERSION = 1
@@ -31,11 +32,9 @@ def write_layers(layers: list[Any], path: str | os.PathLike[str]) -> None:
     """Write ``layers`` to a new file, whole or not at all.
 
     Raises:
-        UsageError: the file is there already, or a layer is not a latent one.
+        UsageError: the file is there already or cannot be written, or a layer is not a latent one.
     """
-    target = pathlib.Path(path)
-    if target.exists():
-        raise UsageError(f"{target} is there already, and nothing is overwritten: give another name or remove it")
+    target = new_file(path, "the cache's file")
     tensors: dict[str, Tensor] = {}
     described = []
     for index, layer in enumerate(layers):
@@ -51,10 +50,11 @@ def write_layers(layers: list[Any], path: str | os.PathLike[str]) -> None:
     try:
         save_file(tensors, unfinished, metadata)
         os.link(unfinished, target)  # unlike a rename, this fails where the target has appeared meanwhile
-    except OSError as error:
-        raise UsageError(f"{target} cannot be written: {error}") from error
+    except (OSError, SafetensorError) as error:
+        raise UsageError(f"{target} cannot be written ({error}): give another place") from error
     finally:
-        unfinished.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            unfinished.unlink()
 
 
 def _describe(layer: LatentLayer) -> dict[str, Any]:

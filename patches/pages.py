@@ -129,6 +129,12 @@ class PageTable:
         for sequence, count in zip(sequences, counts, strict=True):
             self.lengths[sequence] += count
 
+    def trim(self, sequences: Sequence[int]) -> None:
+        """Let go of pages that were reserved and not written; sequences that are gone by now have none."""
+        for sequence in sequences:
+            if sequence in self.held:
+                self._keep(sequence, self._needed(self.lengths[sequence]))
+
     def slots(self, sequences: Sequence[int], counts: Sequence[int]) -> list[int]:
         """Where the next ``counts`` tokens go: page number · page size + place in it, sequence by sequence."""
         found = []

@@ -9,6 +9,7 @@ import family_models
 import models
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicSlidingWindowLayer
@@ -16,6 +17,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 import mla_convert
 from mla_convert.errors import CheckpointError, MismatchError, UsageError
 from mla_convert.kernels import torch_decode
+from mla_convert.patches import cache_files
 from mla_convert.patches.cache_formats import parse_format
 from mla_convert.patches.latent_layer import LatentLayer
 
@@ -138,6 +140,31 @@ def test_refuses_a_file_of_another_model(tmp_path: pathlib.Path) -> None:
         mla_convert.LatentCache.load(path, capacity=4)
 
 
+def test_refuses_to_save_where_nothing_can_be(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No folder, a file in its place, a name that is too long, a disk that fails: one error of ours, nothing left."""
+    cache = mla_convert.LatentCache()
+    cache.update(torch.randn(1, 1, 5, 8), torch.randn(1, 1, 5, 4), 0)
+    (tmp_path / "file").write_text("mine")
+    for place, words in (
+        (tmp_path / "missing" / "cache", "there is no folder"),
+        (tmp_path / "file" / "cache", "there is no folder"),
+        (tmp_path / ("x" * 300), "cannot be written"),
+        (tmp_path, "nothing is overwritten"),
+        ("", "no path"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            cache.save(place)
+
+    def failing(_tensors: Any, place: pathlib.Path, _metadata: Any) -> None:
+        place.write_text("half")
+        raise SafetensorError("no space left on device")
+
+    monkeypatch.setattr(cache_files, "save_file", failing)
+    with pytest.raises(UsageError, match=r"cannot be written \(no space left"):
+        cache.save(tmp_path / "cache")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
 def test_refuses_to_save_layers_of_other_kinds(tmp_path: pathlib.Path) -> None:
     cache = mla_convert.LatentCache()
     cache.layers.append(DynamicSlidingWindowLayer(sliding_window=4))
@@ -154,6 +181,9 @@ def test_refuses_a_cache_of_another_model() -> None:
         wider(models.tokens(1, 3), cache=mla_convert.LatentCache(model.config))
     with pytest.raises(UsageError, match="of 2 layers, and layer 2"):
         deeper(models.tokens(1, 3), cache=mla_convert.LatentCache(model.config))
+    shallower = models.deepseek_v3(num_hidden_layers=1)
+    with mla_convert.patched(shallower), pytest.raises(UsageError, match="of 2 layers, and the model has 1"):
+        shallower(models.tokens(1, 3), cache=mla_convert.LatentCache(model.config))
 
 
 def test_refuses_codes_that_no_layer_would_hold() -> None:

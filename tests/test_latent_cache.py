@@ -270,7 +270,7 @@ def test_refuses_what_does_not_belong(states: tuple[torch.Tensor, torch.Tensor],
 
 def test_refuses_to_crop_below_zero() -> None:
     layer = LatentLayer()
-    layer.crop(-1)
+    layer.crop(-1)  # a layer of a cache may never get a token, where it uses another layer's
     layer.update(*new_tokens(1, 3, 0))
     with pytest.raises(UsageError, match="of 3 tokens"):
         layer.crop(-4)
@@ -278,6 +278,24 @@ def test_refuses_to_crop_below_zero() -> None:
         layer.crop(2)
     layer.crop(-3)
     assert layer.get_seq_length() == 0
+
+
+def test_refuses_to_crop_what_is_empty() -> None:
+    """Before the first token, after a reset, and of a model; layers that never got one are no fault in a filled one."""
+    config = models.deepseek_v3().config
+    for cache in (LatentCache(), LatentCache(config)):
+        with pytest.raises(UsageError, match=r"crop\(-1\) on a cache of 0 tokens"):
+            cache.crop(-1)
+        cache.crop(0)
+        cache.update(*(torch.zeros(1, 1, 3, width) for width in (40, 8)), 0)
+        with pytest.raises(UsageError, match=r"crop\(-4\) on a cache of 3 tokens"):
+            cache.crop(-4)
+        assert cache.get_seq_length() == 3
+        cache.crop(-1)
+        assert cache.get_seq_length() == 2
+        cache.reset()
+        with pytest.raises(UsageError, match=r"crop\(-1\) on a cache of 0 tokens"):
+            cache.crop(-1)
 
 
 def test_no_sequence_is_repeated_away() -> None:

@@ -182,7 +182,86 @@ def test_refusals() -> None:
     for wrong in (-1, 7):
         with pytest.raises(UsageError, match="cannot be removed"):
             cache.crop_sequence(one, wrong)
+    with cache.batch([one], 1), pytest.raises(UsageError, match="a batch is under way"), cache.batch([one], 1):
+        pass
     with pytest.raises(UsageError, match="crop_sequence"):
         cache.crop(-1)
     with pytest.raises(UsageError, match="whole number"):
         PagedLatentCache(model.config, pages=0)
+
+
+@torch.inference_mode()
+def test_refuses_another_model() -> None:
+    """Other widths, one layer more, one layer fewer: each is said, before the tokens count."""
+    model, ids = models.deepseek_v3(), models.tokens(1, 6)
+    for changes, words in (
+        ({"kv_lora_rank": 32}, r"\(40, 8\), the new tokens have \(32, 8\)"),
+        ({"num_hidden_layers": 3}, "made for a model of 2 layers, and the model has 3"),
+        ({"num_hidden_layers": 1}, "made for a model of 2 layers, and the model has 1"),
+    ):
+        cache = PagedLatentCache(model.config, pages=8, page=4)
+        sequence = cache.add()
+        with mla_convert.patched(models.deepseek_v3(**changes)) as handle:
+            with pytest.raises(UsageError, match=words), cache.batch([sequence], 6):
+                handle.model(ids, cache=cache)
+        assert cache.length(sequence) == 0 and len(cache.table.free) == 8
+    cache = PagedLatentCache(model.config, pages=8, page=4)
+    with pytest.raises(UsageError, match="of 2 layers, and layer 2"), cache.batch([cache.add()], 6):
+        models.deepseek_v3(num_hidden_layers=3)(ids, cache=cache)
+
+
+@torch.inference_mode()
+def test_a_batch_that_never_calls_the_model_stores_nothing() -> None:
+    model, ids = models.deepseek_v3(), models.tokens(1, 7)
+    cache = PagedLatentCache(model.config, pages=4, page=4)
+    sequence = cache.add()
+    with cache.batch([sequence], 6):
+        pass
+    assert cache.length(sequence) == 0 and len(cache.table.free) == 4
+    with mla_convert.patched(model):
+        first = fed(model, cache, [sequence], [ids[0, :6]])[0]
+        with pytest.raises(KeyError), cache.batch([sequence], 8):
+            raise KeyError
+        assert cache.length(sequence) == 6 and len(cache.table.free) == 2
+        second = fed(model, cache, [sequence], [ids[0, 6:]])[0]
+    assert models.relative(torch.cat((first, second)), alone(model, ids[0])) <= 1e-4
+
+
+@torch.inference_mode()
+def test_a_reset_forgets_all_sequences() -> None:
+    model, ids = models.deepseek_v3(), models.tokens(1, 6)
+    cache = PagedLatentCache(model.config, pages=2, page=4)
+    with mla_convert.patched(model):
+        before = cache.add()
+        first = fed(model, cache, [before], [ids[0]])[0]
+        cache.reset()
+        assert len(cache.table.free) == 2 and not any(cache.table.users)
+        with pytest.raises(UsageError, match="distinct and known"):
+            cache.length(before)
+        again = fed(model, cache, [cache.add()], [ids[0]])[0]
+    assert models.relative(again, first) <= 1e-5
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda cache: cache.reorder_cache(torch.tensor([0])), "reorder_cache .*no common batch.*fork"),
+        (lambda cache: cache.batch_repeat_interleave(2), "batch_repeat_interleave .*no common batch"),
+        (lambda cache: cache.batch_select_indices(torch.tensor([0])), "batch_select_indices .*no common batch"),
+        (lambda cache: cache.offload(0), "offload .*model's device"),
+        (lambda cache: cache.prefetch(0), "prefetch .*model's device"),
+        (lambda cache: cache.layers[0].offload(), "offload .*model's device"),
+        (lambda cache: cache.layers[0].prefetch(), "prefetch .*model's device"),
+        (lambda cache: cache.layers[0].reset(), "reset.*all layers"),
+        (lambda cache: cache.layers[0].reorder_cache(torch.tensor([0])), "reorder_cache .*fork"),
+    ],
+)
+def test_what_a_common_batch_would_need_is_refused(call: Any, words: str) -> None:
+    model = models.deepseek_v3()
+    cache = PagedLatentCache(model.config, pages=2, page=4)
+    sequence = cache.add()
+    with torch.inference_mode(), mla_convert.patched(model):
+        fed(model, cache, [sequence], [models.tokens(1, 6)[0]])
+    with pytest.raises(UsageError, match=words):
+        call(cache)
+    assert cache.length(sequence) == 6
