@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mla_convert import quality
 from mla_convert.checkpoint import Checkpoint
 from mla_convert.compensation import Chooser, Moments
 from mla_convert.errors import UsageError
@@ -25,7 +26,7 @@ from mla_convert.patches.layer import layer_of
 from mla_convert.patches.loading import load_original
 from mla_convert.patches.recognition import attention_modules
 from mla_convert.patches.weights import query_name
-from mla_convert.prompts import read_prompts, text_file
+from mla_convert.prompts import read_prompts
 from mla_convert.quality import WINDOW, cut_windows
 from mla_convert.quantization import Quantized, quantize
 from mla_convert.quiet import no_loading_bars
@@ -34,6 +35,18 @@ from mla_convert.schemes import Scheme
 #: The most windows of a text that are read, both halves together.
 MOST = 256
 _BATCH = 4
+#: Tokens in a row by which two texts are the same text.
+RUN = 64
+
+
+def shared_windows(ours: Tensor, theirs: Tensor) -> int:
+    """How many of the windows ``ours`` int64 [n, S] have RUN tokens in a row that occur in ``theirs`` [m, S]."""
+    factors = torch.randint(-(2**62), 2**62, (RUN,), generator=torch.Generator().manual_seed(0)) | 1
+
+    def prints(ids: Tensor) -> Tensor:
+        return (ids.unfold(1, RUN, 1) * factors).sum(dim=-1)  # modulo 2 ** 64: equal by chance once in that many pairs
+
+    return int(torch.isin(prints(ours), prints(theirs)).any(dim=1).sum())
 
 
 class Calibration:
@@ -43,15 +56,20 @@ class Calibration:
     Layers that it does not run (those for multi-token prediction) are rounded to nearest.
 
     Raises:
-        UsageError: the text cannot be read or is shorter than two windows, or there is no tokenizer.
+        UsageError: the text cannot be read or is shorter than two windows, has passages of the held-out text that
+            results are reported on, or there is no tokenizer.
     """
 
     def __init__(self, checkpoint: Checkpoint, text: str | os.PathLike[str]) -> None:
         self.checkpoint = checkpoint
         vocabulary = int(checkpoint.config["vocab_size"])
         self.windows = cut_windows(read_prompts(checkpoint.path, vocabulary, text), MOST)
-        if os.path.samefile(text, text_file(checkpoint.path)):
-            raise UsageError(f"{os.fspath(text)} is the held-out text that results are reported on; give another one")
+        held_out, reported = quality.held_out_windows(checkpoint.path, vocabulary)
+        if shared := shared_windows(self.windows.ids, reported.ids):
+            raise UsageError(
+                f"{shared} of the {len(self.windows.ids)} windows of {os.fspath(text)} have {RUN} tokens in a row or "
+                f"more in common with the held-out {held_out.origin}, which results are reported on; give another text"
+            )
         count = len(self.windows.ids)
         if count < 2:
             raise UsageError(f"{os.fspath(text)} has less than two windows of {WINDOW} tokens; give a longer text")

@@ -242,7 +242,7 @@ def _show_conversion(output: console.Output, report: ConversionReport) -> None:
     facts = {
         "layers": f"{report.layers}",
         "read": format_bytes(report.bytes_in),
-        "to be written" if report.dry_run else "written": f"{format_bytes(report.bytes_out)} in {report.dtype}",
+        "to be written" if report.dry_run else "written": f"{format_bytes(report.bytes_out)} in {report.stored_as}",
         "free on the disk": format_bytes(report.bytes_free),
         "time": f"{report.seconds:.2f} s",
     }
@@ -253,7 +253,7 @@ def _show_conversion(output: console.Output, report: ConversionReport) -> None:
     if report.tensors:
         output.table("Requantized weights, against their float32 numbers", *report.tensor_rows())
     if report.quality is not None:
-        output.table(f"On held-out text: {report.quality.text}", *report.quality.rows())
+        output.table(report.quality.title, *report.quality.rows())
         output.table("On the original's hidden states", *report.quality.layer_rows())
     output.notes([*report.notes, f"nothing was written to {report.out}" if report.dry_run else f"wrote {report.out}"])
 

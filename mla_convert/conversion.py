@@ -131,6 +131,10 @@ def convert(
             manifest, files = _finish(run, order)
         if publisher is not None:
             run.notes.append(f"pushed to {publisher.push(order.goal.folder, files)}")
+    if coded and not (measure or calibrate is not None):
+        run.notes.append(
+            "what the codes cost the model was not measured: measure=True, or --measure, reports KL and perplexity"
+        )
     seconds = time.perf_counter() - started
     report = make_report(order, manifest, files, notes=run.notes, seconds=seconds, dry_run=dry_run)
     if not coded or dry_run or not run.world.leads or not (measure or calibrate is not None):

@@ -7,11 +7,14 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 from mla_convert.absorption import Form, SideReads, reads
+from mla_convert.checkpoint import Checkpoint
+from mla_convert.coding import takes_over
 from mla_convert.destination import free_space
 from mla_convert.formats import plain
 from mla_convert.manifest import Manifest, StoredTensor, quantization_of
 from mla_convert.order import Order
 from mla_convert.quality_report import QualityReport
+from mla_convert.recipe import PlannedLayer
 from mla_convert.sidecar import dtype_of
 
 
@@ -55,7 +58,8 @@ class TensorReport:
 class ConversionReport:
     """What a conversion did, or would do when ``dry_run``.
 
-    ``out`` is the folder that the files are in, ``target`` what they are. ``qk`` and ``vo`` are None where nothing was
+    ``out`` is the folder that the files are in, ``target`` what they are. ``dtype`` is that of plain absorbed weights,
+    and ``stored_as`` says in words what they are kept in, codes included. ``qk`` and ``vo`` are None where nothing was
     absorbed, only laid out anew. ``bytes_in`` counts the source tensors as stored, ``bytes_out`` the
     data of the stored ones, and ``bytes_free`` what the disk of ``out`` has left. ``largest_error`` is the largest
     rounding error of any tensor, relative to its largest magnitude, and ``largest_error_tensor`` that tensor's name; 0
@@ -69,6 +73,7 @@ class ConversionReport:
     target: str
     layers: int
     dtype: str
+    stored_as: str
     qk: SideReport | None
     vo: SideReport | None
     bytes_in: int
@@ -107,13 +112,15 @@ def make_report(
     planned, checkpoint = order.planned, order.checkpoint
     tensors = [tensor for layer in planned for tensor in layer.tensors.values()]
     done = [] if manifest is None else list(manifest.tensors.values())
+    dtype = dtype_of(tensors) if tensors else plain(checkpoint.source_dtype(checkpoint.layers[0].kv_b))
     worst = max(done, key=lambda tensor: tensor.largest_error, default=None)
     return ConversionReport(
         source=str(checkpoint.path),
         out=str(order.goal.folder),
         target=order.target,
         layers=len(planned) or len(checkpoint.layers),
-        dtype=dtype_of(tensors) if tensors else plain(checkpoint.source_dtype(checkpoint.layers[0].kv_b)),
+        dtype=dtype,
+        stored_as=" and ".join(dict.fromkeys(_kept_in(tensor) for tensor in tensors)) or dtype,
         qk=_side([layer.forms.qk for layer in planned], [reads(layer.spec.geometry).qk for layer in planned]),
         vo=_side([layer.forms.vo for layer in planned], [reads(layer.spec.geometry).vo for layer in planned]),
         bytes_in=order.bytes_in,
@@ -123,11 +130,15 @@ def make_report(
         largest_error=worst.largest_error if worst else None,
         largest_error_tensor=worst.name if worst and worst.largest_error else None,
         files=tuple(files),
-        notes=(*_notes(order, manifest), *order.notes, *notes),
+        notes=(*_notes(order), *order.notes, *notes),
         dry_run=dry_run,
         quantization=quantization_of(tensors),
         tensors=tuple(_tensor(tensor) for tensor in done if tensor.scheme is not None),
     )
+
+
+def _kept_in(tensor: StoredTensor) -> str:
+    return plain(tensor.dtype) if tensor.scheme is None else str(tensor.scheme)
 
 
 def _tensor(tensor: StoredTensor) -> TensorReport:
@@ -143,24 +154,37 @@ def _tensor(tensor: StoredTensor) -> TensorReport:
     )
 
 
-def _notes(order: Order, manifest: Manifest | None) -> Iterable[str]:
+def _notes(order: Order) -> Iterable[str]:
     if not order.planned:
         return
     checkpoint = order.checkpoint
     if checkpoint.extra_layers:
         numbers = ", ".join(str(spec.index) for spec in checkpoint.extra_layers)
         yield f"layer {numbers}, for multi-token prediction, is absorbed too"
-    schemes = (checkpoint.scheme(name) for layer in order.planned for name in layer.sources)
-    labels = dict.fromkeys(scheme.label for scheme in schemes if scheme is not None)
-    if labels:
-        yield f"codes of the source ({'; '.join(labels)}) were dequantized in float32 and the result rounded once"
-    tensors = [] if manifest is None else list(manifest.tensors.values())
-    sliced = [tensor for tensor in tensors if tensor.rounding == "sliced"]
+    sliced = sum(_taken_over(checkpoint, layer, key) for layer in order.planned for key in layer.tensors)
     if sliced:
         yield (
-            f"the FP8 blocks of the source line up with the slices of kv_b_proj: the codes and scales of {len(sliced)} "
+            f"the FP8 blocks of the source line up with the slices of kv_b_proj: the codes and scales of {sliced} "
             "tensors are the source's own, without loss"
         )
+    labels = dict.fromkeys(_dequantized(checkpoint, order.planned))
+    if labels:
+        which = "all other codes of the source" if sliced else "codes of the source"
+        yield f"{which} ({'; '.join(labels)}) were dequantized in float32 and the result rounded once"
+
+
+def _taken_over(checkpoint: Checkpoint, layer: PlannedLayer, key: str) -> bool:
+    scheme = layer.tensors[key].scheme
+    return scheme is not None and takes_over(checkpoint, layer.spec, key, scheme)
+
+
+def _dequantized(checkpoint: Checkpoint, planned: Sequence[PlannedLayer]) -> Iterable[str]:
+    """How the source tensors are coded that some absorbed weight is computed from."""
+    for layer in planned:
+        if all(_taken_over(checkpoint, layer, key) for key in layer.tensors):
+            continue
+        schemes = (checkpoint.scheme(name) for name in layer.sources)
+        yield from (scheme.label for scheme in schemes if scheme is not None)
 
 
 def _side(forms: Sequence[Form], figures: Sequence[SideReads]) -> SideReport | None:

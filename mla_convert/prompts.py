@@ -24,13 +24,13 @@ _SEED = 0
 class Prompts:
     """A stream of token numbers that is cut into rows; past its end it begins again.
 
-    ``description`` says what it is made of, and ``random`` whether that is no text at all.
+    ``origin`` says what it is made of, ``description`` also how much was taken, and ``random`` whether it is no text.
     """
 
     def __init__(self, stream: Tensor, description: str, *, random: bool) -> None:
         self.stream = stream
         self.random = random
-        self._what = description
+        self.origin = description
         self._taken = 0
 
     def take(self, rows: int, length: int) -> Tensor:
@@ -43,7 +43,7 @@ class Prompts:
     def description(self) -> str:
         """What the tokens are, how many were used, and whether they had to be repeated."""
         again = f", repeated: it has {len(self.stream)}" if self._taken > len(self.stream) else ""
-        return f"{self._what} ({self._taken} tokens{again})"
+        return f"{self.origin} ({self._taken} tokens{again})"
 
 
 def read_prompts(

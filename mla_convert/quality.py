@@ -53,7 +53,7 @@ def cut_windows(text: Prompts, most: int | None = None) -> Windows:
     """All of ``text``, or the first ``most`` windows of it; UsageError where it is shorter than one window."""
     total = len(text.stream)
     if total < WINDOW:
-        raise UsageError(f"the text has {total} tokens; at least one window of {WINDOW} is needed")
+        raise UsageError(f"{text.origin} has {total} tokens; at least one window of {WINDOW} is needed")
     starts = list(range(0, total - WINDOW + 1, WINDOW))
     counted = [PREFILL] * len(starts)
     if starts[-1] + WINDOW < total:
@@ -143,6 +143,14 @@ def code_rows(kv_b: Tensor, heads: int, n: int, qk: Scheme | None, vo: Scheme | 
 MOST = 32
 
 
+def held_out_windows(
+    source: str | os.PathLike[str], vocabulary: int, text: str | os.PathLike[str] | None = None
+) -> tuple[Prompts, Windows]:
+    """What :func:`report_quality` reads: the text of ``source``, or random tokens below ``vocabulary``, in windows."""
+    prompts = read_prompts(source, vocabulary, text)
+    return prompts, cut_windows(prompts, MOST)
+
+
 def report_quality(
     source: str | os.PathLike[str],
     absorbed: str | os.PathLike[str],
@@ -152,20 +160,24 @@ def report_quality(
     """Run the model of ``source`` over held-out text, in float32: as it is, with the quantized weights in ``absorbed``,
     and unpatched with ``kv_b_proj`` coded by the same ``schemes`` (key side, value side).
 
-    ``text`` is a file; by default the source's ``held_out.txt`` or the text that ships with this package.
+    ``text`` is a file; by default the source's ``held_out.txt`` or the text that ships with this package. Without a
+    tokenizer random tokens stand in, and there is no perplexity.
     """
     with no_loading_bars():
         model = load_original(source, dtype=torch.float32)
     embeddings: Any = model.get_input_embeddings()
-    prompts = read_prompts(source, int(embeddings.weight.shape[0]), text)
-    windows = cut_windows(prompts, MOST)
+    prompts, windows = held_out_windows(source, int(embeddings.weight.shape[0]), text)
     reference = read(model, windows)
     with patched(model, absorbed):
         coded = measure(reference, read(model, windows), windows)
     with coded_projections(model, *schemes):
         unabsorbed = measure(reference, read(model, windows), windows)
     layers = tuple(change_of_attention(model, absorbed, windows.ids[:4]))
-    return QualityReport(prompts.description, len(windows.ids), coded, unabsorbed, layers)
+    if prompts.random:  # what no model could have guessed says nothing of how well it guesses
+        coded, unabsorbed = (
+            dataclasses.replace(found, perplexity=None, reference_perplexity=None) for found in (coded, unabsorbed)
+        )
+    return QualityReport(prompts.origin, len(windows.ids), coded, unabsorbed, layers, random=prompts.random)
 
 
 @torch.no_grad()

@@ -10,7 +10,8 @@ class Quality:
     """Distance from the reference over the counted positions, and perplexity.
 
     KL is in nats per position. ``changed_experts`` counts the positions at which some router picked other experts;
-    ``perplexity`` is of the next token at the counted positions, ``reference_perplexity`` the reference's.
+    ``perplexity`` is of the next token at the counted positions, ``reference_perplexity`` the reference's; None where
+    the tokens are random.
     """
 
     positions: int
@@ -20,13 +21,17 @@ class Quality:
     largest_kl: float
     top1_agreement: float
     changed_experts: int
-    perplexity: float
-    reference_perplexity: float
+    perplexity: float | None
+    reference_perplexity: float | None
 
     def row(self, name: str) -> list[str]:
         """Cells for people."""
         kl = [f"{value:.2e}" for value in (self.mean_kl, self.median_kl, self.p99_kl)]
-        return [name, *kl, f"{self.changed_experts}", f"{self.perplexity:.4f}"]
+        return [name, *kl, f"{self.changed_experts}", _number(self.perplexity)]
+
+
+def _number(perplexity: float | None) -> str:
+    return "" if perplexity is None else f"{perplexity:.4f}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,20 +44,30 @@ class LayerChange:
 
 @dataclasses.dataclass(frozen=True)
 class QualityReport:
-    """A requantized model beside its original, and beside the original with the same bits spent on ``kv_b_proj``."""
+    """A requantized model beside its original, and beside the original with the same bits spent on ``kv_b_proj``.
+
+    ``text`` says what was read, in ``windows`` windows, and ``random`` whether that was no text, but random tokens.
+    """
 
     text: str
     windows: int
     absorbed: Quality
     unabsorbed: Quality
     layers: tuple[LayerChange, ...]
+    random: bool = False
+
+    @property
+    def title(self) -> str:
+        """What the figures are of, in a line."""
+        positions = f"{self.absorbed.positions:,} decoded positions in {self.windows} windows"
+        return f"On {self.text}: {positions}" if self.random else f"On held-out {self.text}: {positions}"
 
     def rows(self) -> tuple[list[str], list[list[str]]]:
-        """Columns and rows of a table."""
+        """Columns and rows of a table; random tokens have no perplexity."""
         columns = ["", "mean KL", "median", "99th percentile", "changed experts", "perplexity"]
-        original = ["original", "", "", "", "", f"{self.absorbed.reference_perplexity:.4f}"]
-        coded = [self.absorbed.row("absorbed weights"), self.unabsorbed.row("same bits on kv_b_proj")]
-        return columns, [original, *coded]
+        original = ["original", "", "", "", "", _number(self.absorbed.reference_perplexity)]
+        rows = [original, self.absorbed.row("absorbed weights"), self.unabsorbed.row("same bits on kv_b_proj")]
+        return (columns[:-1], [row[:-1] for row in rows[1:]]) if self.random else (columns, rows)
 
     def layer_rows(self) -> tuple[list[str], list[list[str]]]:
         """Columns and rows of a table of the layers."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import mla_convert
 from mla_convert import quality
-from mla_convert.calibration import Calibration, collect
+from mla_convert.calibration import RUN, Calibration, collect, shared_windows
 from mla_convert.checkpoint import Checkpoint
 from mla_convert.compensation import Chooser, Moments, compensate, search_scales
 from mla_convert.errors import UsageError
@@ -114,6 +114,18 @@ def test_nearest_is_kept_where_the_judging_half_says_so() -> None:
         assert name == "nearest" and torch.equal(coded.codes, quantize(w, INT8).codes)
 
 
+def test_windows_share_a_passage_or_not() -> None:
+    generator = torch.Generator().manual_seed(0)
+    theirs = torch.randint(1000, (3, 256), generator=generator)
+    ours = torch.randint(1000, (4, 256), generator=generator)
+    assert shared_windows(ours, theirs) == 0
+    ours[1, 100 : 100 + RUN - 1] = theirs[2, 7 : 7 + RUN - 1]
+    assert shared_windows(ours, theirs) == 0  # one token short
+    ours[1, 100 : 100 + RUN] = theirs[2, 7 : 7 + RUN]
+    ours[3] = theirs[0]
+    assert shared_windows(ours, theirs) == 2
+
+
 # --- with a model
 
 
@@ -155,7 +167,7 @@ def test_calibrated_conversion(
 ) -> None:
     monkeypatch.setattr(quality, "MOST", 6)
     text = (example_path / "held_out.txt").read_text()
-    (tmp_path / "text.txt").write_text(text[:8000])
+    (tmp_path / "text.txt").write_text(text[60000:68000])
     options = {"form": "factored", "quantize": "int4"}
     report = mla_convert.convert(example_path, tmp_path / "a", calibrate=tmp_path / "text.txt", **options)
     plain = mla_convert.convert(example_path, tmp_path / "b", measure=True, **options)
@@ -172,8 +184,22 @@ def test_calibrated_conversion(
 
 def test_texts_that_cannot_be(example_path: pathlib.Path, tmp_path: pathlib.Path) -> None:
     checkpoint = Checkpoint.open(example_path)
-    with pytest.raises(UsageError, match="held-out text that results are reported on"):
+    text = (example_path / "held_out.txt").read_text()
+    reported = 32 * 256 * 4  # characters that may be reported on: tokens of the windows, four characters each at most
+    for name, copy in {
+        "copy": text,
+        "moved": "Another beginning. " + text[333:9000],
+        "last": text[reported:] + text[1000:2000],
+    }.items():
+        (tmp_path / name).write_text(copy)
+        with pytest.raises(
+            UsageError, match=r"windows of .* have 64 tokens in a row or more in common with the held-out"
+        ):
+            Calibration(checkpoint, tmp_path / name)
+    with pytest.raises(UsageError, match="in common with the held-out text of .*held_out.txt"):
         Calibration(checkpoint, example_path / "held_out.txt")
+    (tmp_path / "other.txt").write_text(text[reported:])
+    assert "calibrated on" in Calibration(checkpoint, tmp_path / "other.txt").description
     (tmp_path / "short.txt").write_text((example_path / "held_out.txt").read_text()[:400])
     with pytest.raises(UsageError, match="less than two windows|at least one window"):
         Calibration(checkpoint, tmp_path / "short.txt")

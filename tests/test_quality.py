@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+import pathlib
+import shutil
 
 import models
 import pytest
 import torch
 
+import mla_convert
+from mla_convert import quality
 from mla_convert.errors import UsageError
 from mla_convert.prompts import Prompts
 from mla_convert.quality import PREFILL, WINDOW, Windows, code_rows, coded_projections, cut_windows, measure, perplexity
@@ -73,3 +77,23 @@ def test_projections_are_given_back() -> None:
         assert changed == {f"model.layers.{layer}.self_attn.kv_b_proj.weight" for layer in (0, 1)}
         raise KeyError
     assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
+
+
+def test_a_report_says_what_was_read(
+    example_path: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Text, with its windows; and random tokens, which nobody could guess, without a perplexity."""
+    monkeypatch.setattr(quality, "WINDOW", PREFILL + 4)
+    monkeypatch.setattr(quality, "MOST", 2)
+    bare = shutil.copytree(example_path, tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer*", "*.txt"))
+    for source, title, random in (
+        (example_path, f"On held-out text of {example_path / 'held_out.txt'}: 8 decoded positions in 2 windows", False),
+        (bare, "On random tokens, seed 0, since there is no tokenizer: 8 decoded positions in 2 windows", True),
+    ):
+        out = tmp_path / str(random)
+        found = mla_convert.convert(source, out, form="factored", quantize="int4", measure=True).quality
+        assert found is not None and found.title == title and found.random is random
+        columns, rows = found.rows()
+        assert ("perplexity" in columns) is not random and all(len(row) == len(columns) for row in rows)
+        assert (found.absorbed.perplexity is None) is random and found.absorbed.mean_kl > 0
+        assert [row[0] for row in rows][-2:] == ["absorbed weights", "same bits on kv_b_proj"]
