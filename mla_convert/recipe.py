@@ -143,7 +143,8 @@ def refuse_recipe(target: str, **options: object) -> None:
     """UsageError where an option that changes values is given for a target that keeps them."""
     for name, value in options.items():
         if value not in (None, "auto", "source"):
-            raise UsageError(f"{name}={value!r}: target {target} keeps every value as it is; leave it out")
+            given = str(value) if isinstance(value, str) else value  # a word of the command line's own kind, too
+            raise UsageError(f"{name}={given!r}: target {target} keeps every value as it is; leave it out")
 
 
 def check_options(target: str, parts: int | None, workers: int | None, max_shard_bytes: int | None) -> None:
