@@ -1,6 +1,9 @@
 """One decode step of one attention module: transformers beside the absorbed form, in one run.
 
-    python benchmarks/decode_step.py [--dims v2-lite] [--dtype bfloat16] [--history 64 1024 4096 16384] [--json FILE]
+    python benchmarks/decode_step.py [--json benchmarks/results/decode_step.json]
+
+Without options it measures what the README quotes (:data:`QUOTED`). ``--dims``, ``--dtype`` and ``--history`` choose
+other dimensions, dtypes and lengths, each with each.
 
 Projections, rotation, cache append, attention and output projection are timed together. The two sides
 take turns; medians of their repetitions and the ratio are printed, with the spread (quartiles) so that a
@@ -11,16 +14,25 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import pathlib
 import statistics
 import time
 from typing import Any
 
 import torch
+import transformers
 from transformers import DeepseekV2Config, DeepseekV2ForCausalLM, DeepseekV3Config, DeepseekV3ForCausalLM, DynamicCache
 
 import mla_convert
+from mla_convert.machine import device_name
 
+#: Dimensions, dtype and histories of what is measured by default.
+QUOTED = [
+    ("v2-lite", "bfloat16", [64, 1024, 4096, 16384]),
+    ("v2-lite", "float32", [64, 1024, 4096, 16384]),
+    ("v3", "bfloat16", [4096]),
+]
 SMALL: dict[str, Any] = {
     "vocab_size": 64,
     "num_hidden_layers": 1,
@@ -156,25 +168,50 @@ def line(row: dict[str, Any]) -> str:
     return f"{row['dims']:>8} {row['dtype']:>9} {row['history']:>7} {cells[0]:>32} {cells[1]:>28} {row['ratio']:8.1f}x"
 
 
+def machine(threads: int) -> str:
+    """The CPU, and what it computes bfloat16 with, which decides what these figures are."""
+    info = pathlib.Path("/proc/cpuinfo")
+    flags = set(info.read_text("utf-8").split()) if info.is_file() else set()
+    features = [
+        words for flag, words in (("avx512_bf16", "bfloat16 instructions"), ("amx_bf16", "AMX")) if flag in flags
+    ]
+    width = torch.backends.cpu.get_cpu_capability()
+    what = ", ".join([width, *(features or ["no bfloat16 instructions"])])
+    return f"{os.cpu_count()} cores of {device_name(torch.device('cpu'))} ({what}), {threads} threads"
+
+
+def chosen(args: argparse.Namespace) -> list[tuple[str, str, list[int]]]:
+    """What the options ask for: dimensions, dtype and histories of each run."""
+    if not (args.dims or args.dtype or args.history):
+        return QUOTED
+    histories = args.history or [64, 1024, 4096, 16384]
+    pairs = ((dims, dtype) for dims in args.dims or ["v2-lite"] for dtype in args.dtype or ["bfloat16", "float32"])
+    return [(dims, dtype, histories) for dims, dtype in pairs]
+
+
 def main() -> None:
     """Parse the command line, measure, print, and write JSON where asked."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--dims", choices=DIMS, nargs="+", default=["v2-lite"])
-    parser.add_argument("--dtype", nargs="+", default=["bfloat16", "float32"])
-    parser.add_argument("--history", type=int, nargs="+", default=[64, 1024, 4096, 16384])
+    parser.add_argument("--dims", choices=DIMS, nargs="+")
+    parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], nargs="+")
+    parser.add_argument("--history", type=int, nargs="+")
     parser.add_argument("--repetitions", type=int, default=21)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--json", type=pathlib.Path)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    print(f"torch {torch.__version__}, {args.threads} threads, CPU {torch.backends.cpu.get_cpu_capability()}")
+    head = {
+        "machine": machine(args.threads),
+        "torch": torch.__version__.partition("+")[0],
+        "transformers": transformers.__version__,
+    }
+    print(f"torch {head['torch']}, transformers {head['transformers']}, {head['machine']}")
     print(f"{'dims':>8} {'dtype':>9} {'history':>7} {'transformers ms':>32} {'absorbed ms':>28} {'ratio':>9}")
     rows = []
-    for dims in args.dims:
-        for dtype in args.dtype:
-            rows += compare(dims, getattr(torch, dtype), args.history, args.repetitions)
+    for dims, dtype, histories in chosen(args):
+        rows += compare(dims, getattr(torch, dtype), histories, args.repetitions)
     if args.json:
-        args.json.write_text(json.dumps(rows, indent=1) + "\n")
+        args.json.write_text(json.dumps(head | {"rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

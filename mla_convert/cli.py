@@ -12,6 +12,7 @@ import typer
 import typer.core
 
 from mla_convert import console, version
+from mla_convert.quiet import only_errors
 from mla_convert.units import format_bytes
 
 if TYPE_CHECKING:
@@ -131,6 +132,8 @@ def main(
     """
     ctx.obj = console.Verbosity.choose(quiet=quiet, verbose=verbose)
     console.set_up_logging(ctx.obj)
+    if quiet:
+        ctx.with_resource(only_errors())
 
 
 @app.command()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -13,7 +14,8 @@ from typing import Any
 import pytest
 
 import mla_convert
-from mla_convert import conversion
+from mla_convert import conversion, inspection
+from mla_convert.errors import UsageError
 
 ROOT = Path(__file__).resolve().parent.parent
 PROGRAMS = {
@@ -115,6 +117,34 @@ def test_a_dry_run_writes_nothing(invoke: Invoke, example_path: Path, tmp_path: 
     result = invoke("convert", example_path, tmp_path / "out", "--dry-run", "--qk", "fused")
     assert result.exit_code == 0 and "nothing was written" in result.stdout
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "command",
+    ["verify EXAMPLE --prefill 16 --decode 6 --batch 2", "bench EXAMPLE --context 8 --repetitions 3"],
+)
+def test_quiet_also_keeps_libraries_quiet(command: str, example_path: Path) -> None:
+    """In a process of its own: torchao, where it is installed, warns when transformers imports it."""
+    words = [str(example_path) if word == "EXAMPLE" else word for word in command.split()]
+    result = run([sys.executable, "-m", "mla_convert"], "--quiet", *words)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+
+
+def test_quiet_gives_the_loggers_back(invoke: Invoke, example_path: Path) -> None:
+    names = ("torchao", "torch.utils._pytree")
+    levels = [logging.getLogger(name).level for name in names]
+    seen: list[int] = []
+
+    def noted(*_: Any, **__: Any) -> None:
+        seen.extend(logging.getLogger(name).level for name in names)
+        raise UsageError("seen enough")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(inspection, "inspect_checkpoint", noted)
+        assert invoke("--quiet", "inspect", example_path).exit_code == 2
+    assert seen == [logging.ERROR, logging.ERROR]
+    assert [logging.getLogger(name).level for name in names] == levels
 
 
 def test_quiet_leaves_nothing_but_the_json_file(invoke: Invoke, example_path: Path, tmp_path: Path) -> None:

@@ -1,0 +1,70 @@
+"""The benchmark of one attention step: one command writes the file that the README quotes."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import pathlib
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+RECORDED = ROOT / "benchmarks" / "results" / "decode_step.json"
+
+
+@pytest.fixture(scope="module")
+def decode_step() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("decode_step", ROOT / "benchmarks" / "decode_step.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def run(module: ModuleType, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["decode_step.py", "--threads", str(torch.get_num_threads()), *arguments])
+    module.main()
+
+
+def test_without_options_it_measures_what_is_recorded(
+    decode_step: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    recorded = json.loads(RECORDED.read_text("utf-8"))
+    rows = [(row["dims"], row["dtype"], row["history"]) for row in recorded["rows"]]
+
+    def compare(dims: str, dtype: torch.dtype, histories: list[int], _: int) -> list[dict[str, object]]:
+        return [{"dims": dims, "dtype": str(dtype).removeprefix("torch."), "history": each} for each in histories]
+
+    monkeypatch.setattr(decode_step, "compare", compare)
+    run(decode_step, monkeypatch, "--json", str(tmp_path / "out.json"))
+    written = json.loads((tmp_path / "out.json").read_text("utf-8"))
+    assert [(row["dims"], row["dtype"], row["history"]) for row in written["rows"]] == rows
+    assert list(written) == list(recorded) and "threads" in written["machine"]
+
+
+def test_a_chosen_measurement_has_the_recorded_columns(
+    decode_step: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "out.json"
+    run(
+        decode_step,
+        monkeypatch,
+        *"--dims small --dtype float32 --history 8 --repetitions 3 --json".split(),
+        str(target),
+    )
+    (row,) = json.loads(target.read_text("utf-8"))["rows"]
+    assert row.keys() == json.loads(RECORDED.read_text("utf-8"))["rows"][0].keys()
+    assert (row["dims"], row["dtype"], row["history"]) == ("small", "float32", 8)
+    # float32 products of at most 128 numbers each, in another order: a few hundred roundings of 2 ** -24.
+    assert row["relative_difference"] < 1e-4 and "small   float32" in capsys.readouterr().out
+
+
+def test_options_are_each_with_each(decode_step: ModuleType) -> None:
+    args = argparse.Namespace(dims=["v3", "small"], dtype=None, history=[7])
+    assert decode_step.chosen(args) == [
+        (dims, dtype, [7]) for dims in ("v3", "small") for dtype in ("bfloat16", "float32")
+    ]
