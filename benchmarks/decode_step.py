@@ -2,8 +2,8 @@
 
     python benchmarks/decode_step.py [--json benchmarks/results/decode_step.json]
 
-Without options it measures what the README quotes (:data:`QUOTED`). ``--dims``, ``--dtype`` and ``--history`` choose
-other dimensions, dtypes and lengths, each with each.
+Without options it measures what the README quotes (:data:`QUOTED`), in a few minutes on two cores. ``--dims``,
+``--dtype`` and ``--history`` choose other dimensions, dtypes and lengths, each with each.
 
 Projections, rotation, cache append, attention and output projection are timed together. The two sides
 take turns; medians of their repetitions and the ratio are printed, with the spread (quartiles) so that a

@@ -15,6 +15,7 @@ from mla_convert.errors import UsageError
 from mla_convert.patches.layer import AbsorbedLayer
 
 Invoke = Callable[..., Any]
+SOURCES = ["example_path", "fp8_path", "native_path"]
 SMALL = ["--prefill", "16", "--decode", "6", "--batch", "2"]
 STAGES = ["prefill", "decode", "decode by 3", "padded prefill", "padded decode", "one sequence"]
 
@@ -48,6 +49,36 @@ def test_stored_weights_and_json(invoke: Invoke, example_path: Path, tmp_path: P
     assert result.exit_code == 0 and read["passed"] is True and "passed" in result.stderr
     assert (read["absorbed"], read["qk_form"], read["vo_form"]) == (str(tmp_path / "out"), "fused", "factored")
     assert [stage["name"] for stage in read["stages"]] == STAGES
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("source", SOURCES)
+def test_every_source_is_the_same_model_once_converted(
+    source: str, dtype: str, invoke: Invoke, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    folder = request.getfixturevalue(source)
+    assert invoke("convert", folder, tmp_path / "out", "--form", "auto", "--dtype", dtype).exit_code == 0
+    result = invoke("verify", folder, tmp_path / "out", *SMALL, "--json", "-")
+    read = json.loads(result.stdout)
+    assert result.exit_code == 0 and (read["passed"], read["rule"]) == (True, "strict")
+    assert (read["source"], read["absorbed"]) == (str(folder), str(tmp_path / "out"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("source", SOURCES)
+def test_products_rounded_to_16_bits_stay_by_the_floor(
+    source: str, dtype: str, invoke: Invoke, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    folder = request.getfixturevalue(source)
+    assert invoke("convert", folder, tmp_path / "out", "--form", "fused", "--dtype", "bfloat16").exit_code == 0
+    result = invoke("verify", folder, tmp_path / "out", "--dtype", dtype, "--json", "-")
+    read = json.loads(result.stdout)
+    assert result.exit_code == 0 and read["passed"] is True
+    assert (read["rule"], read["dtype"], read["floor_dtype"]) == ("floor", dtype, "bfloat16")
+    assert (read["qk_form"], read["vo_form"]) == ("fused", "fused")
+    (note,) = read["notes"]
+    assert "rounded to bfloat16" in note and "the original at that precision" in note
 
 
 def test_weights_of_another_model_exit_with_2(

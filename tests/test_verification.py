@@ -80,29 +80,16 @@ def test_absorbed_weights_of_every_layout_in_float32(
     assert found.qk_form == found.vo_form == ("fused" if form == "fused" else "factored")
 
 
+@pytest.mark.parametrize(("form", "dtype"), [("factored", "source"), ("auto", "bfloat16")])
 @pytest.mark.parametrize("source", SOURCES)
 def test_exact_slices_stored_in_16_bits_are_held_to_the_strict_rule(
-    source: str, request: pytest.FixtureRequest, tmp_path: Path
+    source: str, form: str, dtype: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     folder = request.getfixturevalue(source)
-    mla_convert.convert(folder, tmp_path / "out", form="factored")
+    mla_convert.convert(folder, tmp_path / "out", form=form, dtype=dtype)
     found = verify(folder, tmp_path / "out", **SMALL)
     assert found.passed and found.rule == "strict" and found.notes == ()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("source", "dtype"), [*((source, "float32") for source in SOURCES), ("example_path", "bfloat16")]
-)
-def test_products_rounded_to_16_bits_stay_by_the_floor(
-    source: str, dtype: str, request: pytest.FixtureRequest, tmp_path: Path
-) -> None:
-    folder = request.getfixturevalue(source)
-    mla_convert.convert(folder, tmp_path / "out", form="fused", dtype="bfloat16")
-    found = verify(folder, tmp_path / "out", dtype=dtype)
-    assert found.passed and (found.rule, found.dtype, found.floor_dtype) == ("floor", dtype, "bfloat16")
-    (note,) = found.notes
-    assert "rounded to bfloat16" in note and "the original at that precision" in note
+    assert (found.qk_form, found.vo_form) == ("factored", "factored")
 
 
 @pytest.mark.slow
