@@ -1,10 +1,11 @@
 """Per-head products with quantized weights on a CPU: PyTorch's packed products beside the plain one, in one run.
 
-    python benchmarks/coded_products.py [--dims v2-lite v3] [--json FILE]
+    python benchmarks/coded_products.py [--dims v2-lite v3] [--dtype bfloat16] [--threads N] [--json FILE]
 
-What decides how a patched model uses a quantized sidecar on a CPU (``patches/coded.py``): "plain" is the weight
-dequantized once, kept in the model's dtype. Candidates take turns on several layers' weights, so that none stays in the
-cache; medians in microseconds, and the ratio to plain. Bytes are what each keeps in memory.
+What decides how a patched model uses a quantized sidecar on a CPU: at the end stands what
+``patches/coded.py:CPU_PRODUCTS`` should hold, the packed products that were faster for every dims measured. "plain" is
+the weight dequantized once, kept in the model's dtype. Candidates take turns on several layers' weights, so that none
+stays in the cache; medians in microseconds, and the ratio to plain.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import pathlib
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,6 +30,10 @@ from mla_convert.schemes import Scheme, int4
 
 #: Heads, rows of a head, C, and how many layers' weights are used in turns.
 DIMS = {"example": (8, 32, 64, 4), "v2-lite": (16, 128, 512, 12), "v3": (128, 128, 512, 2)}
+#: The same of a fused key side, one matrix for all heads: 1, H·(C + R), the query's rank or the hidden size.
+FUSED = {"example": (1, 8 * 80, 64, 4), "v2-lite": (1, 16 * 576, 2048, 2)}
+SIDES = ("key", "value", "fused")
+PACKED = {"int8": "int8 packed", "int4": "int4 packed"}
 
 
 def groups_folded(weight: Quantized, heads: int, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
@@ -58,7 +64,7 @@ def plain(weight: Quantized, heads: int, dtype: torch.dtype, over_rows: bool) ->
 
 def measure(dims: str, side: str, dtype: torch.dtype, repetitions: int) -> dict[str, float]:
     """Median microseconds of every candidate for one side."""
-    heads, rows, columns, layers = DIMS[dims]
+    heads, rows, columns, layers = FUSED[dims] if side == "fused" else DIMS[dims]
     over_rows = side == "key"
     x = torch.randn(1, 1, heads, rows if over_rows else columns).to(dtype)
     candidates: dict[str, list[Callable[[Tensor], Tensor]]] = {"plain": [], "int8 packed": []}
@@ -85,6 +91,21 @@ def measure(dims: str, side: str, dtype: torch.dtype, repetitions: int) -> dict[
     return {name: statistics.median(values) * 1e6 for name, values in times.items()}
 
 
+def faster(rows: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    """(kind, side) of the packed products that were faster than the plain one in bfloat16, whatever the dims."""
+    found = []
+    for kind, name in PACKED.items():
+        for side in SIDES:
+            times = [
+                row["microseconds"]
+                for row in rows
+                if (row["dtype"], row["side"]) == ("bfloat16", side) and name in row["microseconds"]
+            ]
+            if times and all(time[name] < time["plain"] for time in times):
+                found.append((kind, side))
+    return found
+
+
 @torch.inference_mode()
 def main() -> None:
     """Parse the command line, measure, print, and write JSON where asked."""
@@ -99,11 +120,12 @@ def main() -> None:
     rows = []
     for dims in args.dims:
         for dtype in args.dtype:
-            for side in ("key", "value"):
+            for side in SIDES[: 3 if dims in FUSED else 2]:
                 found = measure(dims, side, getattr(torch, dtype), args.repetitions)
                 rows.append({"dims": dims, "dtype": dtype, "side": side, "microseconds": found})
                 cells = [f"{name} {us:.0f} us ({found['plain'] / us:.2f}x)" for name, us in found.items()]
                 print(f"{dims:>8} {dtype:>9} {side:>6}: {', '.join(cells)}", flush=True)
+    print(f"CPU_PRODUCTS, by what was measured here: {', '.join(map(str, faster(rows))) or 'none'}")
     if args.json:
         machine = dataclasses.asdict(describe_machine(torch.device("cpu")))
         args.json.write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n")

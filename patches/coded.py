@@ -3,9 +3,8 @@
 Which product runs is decided by where the weight is and what it is multiplied with (:func:`choose_product`):
 
 - on CUDA and ROCm, the Triton kernel of :mod:`mla_convert.kernels.projection`, which dequantizes inside the product;
-- on a CPU in bfloat16, PyTorch's packed products for int8 rows and int4 groups, which are about as fast as the plain
-  product there, at half and a quarter of its bytes (``benchmarks/coded_products.py``, figures in
-  ``benchmarks/NOTES.md``);
+- on a CPU in bfloat16, PyTorch's packed products for int8 rows and int4 groups, where :data:`CPU_PRODUCTS` says that
+  they were measured faster than the plain product;
 - elsewhere the weight is dequantized once, and is a plain one from then on: PyTorch has no packed product for FP8,
   those in float32 and float16 are slower than plain ones, and int4 groups of the key side lie along the axis that is
   not summed.
@@ -33,6 +32,15 @@ _WORDS = {
     INT4: "multiplied as codes (PyTorch's packed int4 product)",
     PLAIN: "dequantized once",
 }
+#: The product on a CPU in bfloat16, by kind of codes and side ("fused" is one matrix for all heads, of either side). A
+#: packed product stands here where ``benchmarks/coded_products.py`` measured it faster than the plain one with the
+#: weight dequantized once; figures in ``benchmarks/NOTES.md``. What is not named is dequantized once.
+CPU_PRODUCTS: dict[tuple[str, str], str] = {
+    ("int8", "key"): INT8,
+    ("int8", "fused"): INT8,
+    ("int4", "value"): INT4,
+    ("int4", "fused"): INT4,
+}
 #: What PyTorch's packed int4 product asks of the rows of a weight, and what the int8 one silently needs of the numbers
 #: that are summed: with 12, 20, 40 or 100 of them, torch 2.13 returns wrong numbers in bfloat16, or crashes.
 _MULTIPLE = 16
@@ -44,10 +52,10 @@ def choose_product(
     device: torch.device,
     dtype: torch.dtype,
     *,
-    over_rows: bool,
+    side: str,
     backend: str = "auto",
 ) -> str:
-    """The product for one head's weight [rows, columns]; ``over_rows`` where it sums over rows (factored key side).
+    """The product for one head's weight [rows, columns] of ``side``: "key" (summed over rows), "value" or "fused".
 
     ``backend`` is that of ``patch``: "torch" keeps Triton away, "triton" asks for it.
     """
@@ -56,9 +64,9 @@ def choose_product(
         return TRITON if dtype in TRITON_DTYPES else PLAIN
     if device.type != "cpu" or dtype != torch.bfloat16:
         return PLAIN
-    if scheme.kind == "int8":
-        return INT8 if (rows if over_rows else columns) % _MULTIPLE == 0 else PLAIN
-    return INT4 if scheme.kind == "int4" and not over_rows and rows % _MULTIPLE == 0 else PLAIN
+    product = CPU_PRODUCTS.get((scheme.kind, side), PLAIN)
+    multiple = columns if product == INT8 and side != "key" else rows
+    return product if multiple % _MULTIPLE == 0 else PLAIN
 
 
 def describe_product(scheme: Scheme, product: str) -> str:

@@ -168,7 +168,8 @@ class AbsorbedWeights(nn.Module):
         heads = self.geometry.num_heads if factored else 1
         over_rows = factored and side == "qk"
         shape = (stored.shape[0] // heads, stored.shape[1])
-        product = choose_product(stored.scheme, shape, device, self.dtype, over_rows=over_rows, backend=self.backend)
+        kind = "fused" if not factored else "key" if over_rows else "value"
+        product = choose_product(stored.scheme, shape, device, self.dtype, side=kind, backend=self.backend)
         self.products[side] = describe_product(stored.scheme, product)
         stored = Quantized(stored.codes.to(device), stored.scales.to(device), stored.scheme)
         if product == DEQUANTIZED:

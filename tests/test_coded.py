@@ -11,13 +11,23 @@ from torch import Tensor
 
 from mla_convert.kernels.packed import PackedWeight, dequantize
 from mla_convert.patches import coded as coded_module
-from mla_convert.patches.coded import INT4, INT8, PLAIN, TRITON, CodedProjection, choose_product, describe_product
+from mla_convert.patches.coded import (
+    CPU_PRODUCTS,
+    INT4,
+    INT8,
+    PLAIN,
+    TRITON,
+    CodedProjection,
+    choose_product,
+    describe_product,
+)
 from mla_convert.quantization import Quantized, quantize
 from mla_convert.schemes import FP8_BLOCKS, FP8_ROWS, Scheme, all_schemes, int4
 from mla_convert.schemes import INT8 as INT8_ROWS
 
 HEADS, ROWS, COLUMNS = 3, 32, 128
 CPU = torch.device("cpu")
+SIDES = ("key", "value", "fused")
 
 
 def weight(scheme: Scheme, heads: int = HEADS) -> Quantized:
@@ -103,47 +113,61 @@ def test_bytes_are_those_of_codes_and_scales() -> None:
 
 
 @pytest.mark.parametrize(
-    ("scheme", "rows", "dtype", "over_rows", "expected"),
+    ("scheme", "rows", "dtype", "side", "expected"),
     [
-        (INT8_ROWS, 32, torch.bfloat16, True, INT8),
-        (INT8_ROWS, 12, torch.bfloat16, False, INT8),
-        (INT8_ROWS, 12, torch.bfloat16, True, PLAIN),
-        (INT8_ROWS, 32, torch.float16, False, PLAIN),
-        (INT8_ROWS, 32, torch.float32, False, PLAIN),
-        (INT8_ROWS, 32, torch.float64, False, PLAIN),
-        (int4(32), 32, torch.bfloat16, False, INT4),
-        (int4(32), 32, torch.bfloat16, True, PLAIN),
-        (int4(32), 12, torch.bfloat16, False, PLAIN),
-        (int4(32), 32, torch.float32, False, PLAIN),
-        (FP8_BLOCKS, 128, torch.bfloat16, False, PLAIN),
-        (FP8_ROWS, 128, torch.bfloat16, False, PLAIN),
+        *((INT8_ROWS, 32, torch.bfloat16, side, INT8) for side in SIDES),
+        (INT8_ROWS, 12, torch.bfloat16, "value", INT8),
+        (INT8_ROWS, 12, torch.bfloat16, "key", PLAIN),
+        (INT8_ROWS, 32, torch.float16, "value", PLAIN),
+        (INT8_ROWS, 32, torch.float32, "value", PLAIN),
+        (INT8_ROWS, 32, torch.float64, "value", PLAIN),
+        *((int4(32), 32, torch.bfloat16, side, INT4) for side in ("value", "fused")),
+        (int4(32), 32, torch.bfloat16, "key", PLAIN),
+        (int4(32), 12, torch.bfloat16, "value", PLAIN),
+        (int4(32), 32, torch.float32, "value", PLAIN),
+        (FP8_BLOCKS, 128, torch.bfloat16, "value", PLAIN),
+        (FP8_ROWS, 128, torch.bfloat16, "value", PLAIN),
     ],
 )
-def test_the_choice_on_a_cpu(scheme: Scheme, rows: int, dtype: torch.dtype, over_rows: bool, expected: str) -> None:
-    product = choose_product(scheme, (rows, 128), CPU, dtype, over_rows=over_rows)
+def test_the_choice_on_a_cpu(
+    scheme: Scheme, rows: int, dtype: torch.dtype, side: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a table of every packed product there is, what the products ask for decides; with an empty one, nothing."""
+    everything = {("int8", side): INT8 for side in SIDES} | {("int4", side): INT4 for side in ("value", "fused")}
+    monkeypatch.setattr(coded_module, "CPU_PRODUCTS", everything)
+    product = choose_product(scheme, (rows, 128), CPU, dtype, side=side)
     assert product == expected
     assert str(scheme) in describe_product(scheme, product)
+    monkeypatch.setattr(coded_module, "CPU_PRODUCTS", {})
+    assert choose_product(scheme, (rows, 128), CPU, dtype, side=side) == PLAIN
+
+
+def test_the_table_names_products_that_there_are() -> None:
+    for (kind, side), product in CPU_PRODUCTS.items():
+        assert side in SIDES and product == {"int8": INT8, "int4": INT4}[kind] and (kind, side) != ("int4", "key")
 
 
 def test_sums_that_the_packed_product_gets_wrong_are_not_given_to_it() -> None:
-    assert choose_product(INT8_ROWS, (32, 40), CPU, torch.bfloat16, over_rows=False) == PLAIN
+    assert choose_product(INT8_ROWS, (32, 40), CPU, torch.bfloat16, side="value") == PLAIN
 
 
 def test_the_choice_elsewhere() -> None:
     for scheme in all_schemes():
-        assert choose_product(scheme, (20, 128), torch.device("cuda"), torch.bfloat16, over_rows=True) == TRITON
-        assert choose_product(scheme, (20, 128), torch.device("mps"), torch.bfloat16, over_rows=True) == PLAIN
-    assert choose_product(INT8_ROWS, (20, 128), torch.device("cuda"), torch.float64, over_rows=True) == PLAIN
+        assert choose_product(scheme, (20, 128), torch.device("cuda"), torch.bfloat16, side="key") == TRITON
+        assert choose_product(scheme, (20, 128), torch.device("mps"), torch.bfloat16, side="key") == PLAIN
+    assert choose_product(INT8_ROWS, (20, 128), torch.device("cuda"), torch.float64, side="key") == PLAIN
 
 
 def test_the_choice_follows_the_backend_asked_for() -> None:
     """No Triton where PyTorch was asked for, whatever the device."""
     cuda, half = torch.device("cuda"), torch.bfloat16
     for scheme in all_schemes():
-        assert choose_product(scheme, (32, 128), cuda, half, over_rows=True, backend="torch") == PLAIN
-        assert choose_product(scheme, (32, 128), cuda, half, over_rows=True, backend="triton") == TRITON
-        assert choose_product(scheme, (32, 128), CPU, half, over_rows=True, backend="triton") == TRITON
-    assert choose_product(INT8_ROWS, (32, 128), CPU, half, over_rows=True, backend="torch") == INT8
+        assert choose_product(scheme, (32, 128), cuda, half, side="key", backend="torch") == PLAIN
+        assert choose_product(scheme, (32, 128), cuda, half, side="key", backend="triton") == TRITON
+        assert choose_product(scheme, (32, 128), CPU, half, side="key", backend="triton") == TRITON
+    assert choose_product(INT8_ROWS, (32, 128), CPU, half, side="key", backend="torch") == CPU_PRODUCTS.get(
+        ("int8", "key"), PLAIN
+    )
 
 
 @pytest.mark.parametrize("over_rows", [True, False])

@@ -16,6 +16,8 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 import mla_convert
 from mla_convert.errors import MismatchError, SidecarError
+from mla_convert.patches import coded
+from mla_convert.patches.coded import CPU_PRODUCTS
 from mla_convert.patches.loading import load_original
 from mla_convert.quality import coded_projections
 from mla_convert.schemes import FP8_ROWS, INT8, Scheme, int4
@@ -67,15 +69,18 @@ def test_the_numbers_are_those_of_kv_b_proj_coded(
 @torch.inference_mode()
 def test_codes_are_multiplied_in_16_bits(folders: dict[str, pathlib.Path], example_path: pathlib.Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(example_path, dtype=torch.bfloat16).eval()
-    plain_bytes = 4 * 2 * 8 * (32 + 32) * 64  # layers, bytes, heads, N + V, C
-    for name, expected in {
-        "int8": plain_bytes / 2 + 4 * 4 * 512,
-        "int4": plain_bytes * (1 / 2 + 1 / 8 + 1 / 32),
-    }.items():
+    numbers = 4 * 8 * 32 * 64  # of one side: layers, heads, N or V, C
+    plain_bytes = 2 * 2 * numbers
+    # A side in codes: int8 with a scale for each row, int4 with one for each 32 numbers; else two bytes a number.
+    codes = {"int8": numbers + 4 * numbers // 64, "int4": numbers // 2 + 4 * numbers // 32}
+    for name in ("int8", "int4"):
         with mla_convert.patched(model, folders[name], prefill_threshold=100) as handle:
             described = handle.describe()
-            assert ("value side: " in described.products[-1]) and "multiplied as codes" in described.products[-1]
-            assert described.products[-1] in str(described)
+            kept = [(name, side) in CPU_PRODUCTS for side in ("key", "value")]
+            for side, words, packed in zip(("key", "value"), described.products, kept, strict=True):
+                assert words in str(described) and words.startswith(f"{side} side: ")
+                assert ("multiplied as codes" in words) is packed and ("dequantized once" in words) is not packed
+            expected = sum(codes[name] if packed else 2 * numbers for packed in kept)
             assert sum(buffer.nbytes for layer in layers(model) for buffer in layer.buffers()) == expected
             found = decode(model).float()
         with mla_convert.patched(model, prefill_threshold=100) as handle:
@@ -103,7 +108,8 @@ def test_fused_sides_are_coded_too(example_path: pathlib.Path, tmp_path: pathlib
             assert [tensor.name.split(".")[-2] for tensor in report.tensors[:2]] == ["qk_absorbed", "ov_absorbed"]
         with mla_convert.patched(model, out):
             found = decode(model).float()
-            assert all((layer.coded_qk is None) == (dtype == torch.float32) for layer in layers(model))
+            packed = dtype == torch.bfloat16 and ("int8", "fused") in CPU_PRODUCTS
+            assert all((layer.coded_qk is not None) == packed for layer in layers(model))
         # int8 rows are off by 2 ** −8 of the largest number of a row at most.
         assert 0 < float((found - plain).abs().mean()) <= 0.02 * float(plain.max() - plain.min())
 
@@ -147,8 +153,10 @@ def test_other_weights_are_refused(folders: dict[str, pathlib.Path], example_pat
 
 @torch.inference_mode()
 def test_casting_keeps_the_codes_and_changed_weights_give_them_up(
-    folders: dict[str, pathlib.Path], example_path: pathlib.Path
+    folders: dict[str, pathlib.Path], example_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    for side in ("key", "value"):
+        monkeypatch.setitem(CPU_PRODUCTS, ("int8", side), coded.INT8)
     model = AutoModelForCausalLM.from_pretrained(example_path, dtype=torch.bfloat16).eval()
     mla_convert.patch(model, folders["int8"], prefill_threshold=100)
     twin = copy.deepcopy(model)
