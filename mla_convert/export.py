@@ -1,6 +1,7 @@
 """A checkpoint in another layout with the same values: DeepSeek's parts, or Hugging Face's shards.
 
-One unit for each tensor as stored, codes and scales alike; nothing is computed, so every value keeps its bits.
+One unit for each tensor as stored, codes and scales alike, and each file that gets a share of it, so that processes can
+divide the files among them; nothing is computed, so every value keeps its bits.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import functools
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -129,33 +130,30 @@ def refuse_unsaid_formats(checkpoint: Checkpoint) -> None:
 def _job(checkpoint: Checkpoint, watch: Watch, files: Sequence[PlannedFile], places: Mapping[str, list[_Place]]) -> Job:
     units = tuple(
         Unit(
-            key=name,
-            files=tuple(sorted({place.file for place in found})),
+            key=name if len(found) == 1 else f"{name}, part {place.file}",
+            files=(place.file,),
             memory=2 * _file_tensor(checkpoint, name).nbytes,
-            load=functools.partial(_load, checkpoint, watch, files, name, found),
+            load=functools.partial(_load, checkpoint, watch, files, name, place),
         )
         for name, found in places.items()
+        for place in found
     )
     plan = fingerprint(
         files=[[file.name, hashlib.sha256(file.header).hexdigest()] for file in files],
         source=[watch.origin, watch.stamps],
     )
     largest = max(_file_tensor(checkpoint, name).nbytes for name in places)
-    return Job(tuple(files), units, plan, largest, noun="tensors")
+    return Job(tuple(files), units, plan, largest, noun="tensors or parts of them")
 
 
-def _load(
-    checkpoint: Checkpoint, watch: Watch, files: Sequence[PlannedFile], name: str, places: Sequence[_Place]
-) -> Loaded:
+def _load(checkpoint: Checkpoint, watch: Watch, files: Sequence[PlannedFile], name: str, place: _Place) -> Loaded:
     tensor = checkpoint.read(name)
     watch.check([name])
     planned = _file_tensor(checkpoint, name)
     if (tuple(tensor.shape), tensor.dtype) != (planned.shape, planned.dtype):
         raise FormatError(f"{name} is stored as {list(tensor.shape)}, which is not its own shape; it cannot be moved")
-    tasks: list[Callable[[], Made]] = [
-        functools.partial(_make, tensor, place, files[place.file].starts[place.name]) for place in places
-    ]
-    return Loaded(tasks, lambda known: {})
+    make = functools.partial(_make, tensor, place, files[place.file].starts[place.name])
+    return Loaded([make], lambda known: {})
 
 
 def _make(tensor: torch.Tensor, place: _Place, start: int) -> Made:

@@ -62,10 +62,11 @@ class Presence:
         self._replace(exclusive=False)
 
     def end(self) -> None:
-        """Remove the file."""
+        """Remove the file, if it is still this one's."""
         self._ended.set()
         with contextlib.suppress(OSError):
-            self.file.unlink()
+            if nonce_of(self.file) == self.nonce:
+                self.file.unlink()
 
     def _replace(self, *, exclusive: bool) -> None:
         text = json.dumps({**dataclasses.asdict(this_process()), "nonce": self.nonce, **self.known}).encode()
@@ -115,6 +116,14 @@ def look(file: pathlib.Path) -> Seen | None:
     except (FileNotFoundError, ValueError, KeyError, AttributeError, TypeError):
         return None
     return Seen(process, nonce, found, _alive(process, file))
+
+
+def nonce_of(file: pathlib.Path) -> str | None:
+    """The nonce in a presence file; None where :func:`look` sees nothing."""
+    try:
+        return str(json.loads(file.read_bytes())["nonce"])
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return None
 
 
 def _alive(process: Process, file: pathlib.Path) -> bool:

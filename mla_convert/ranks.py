@@ -2,7 +2,9 @@
 
 They need nothing but that folder. The first (rank 0) leads: it holds the folder's lock, looks at what is done already,
 and writes who does what into the lock. The others answer it, each in a file of its own, and begin when the lead has
-repeated their answer; so nobody takes what an earlier launch left there for a word of this one.
+repeated their answer; so nobody takes what an earlier launch left there for a word of this one. Whoever leads touches
+nothing while a rank of an earlier lead still lives, and every rank writes only while its own lead has the lock: one
+that outlives its lead ends when another takes over.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 
 from mla_convert.errors import MLAConvertError, OutputError, UsageError
-from mla_convert.presence import Presence, Seen, look
+from mla_convert.presence import Presence, Seen, look, nonce_of
 from mla_convert.remains import LOCK, RANK
 
 #: Seconds that ranks of one launch wait for each other to come, and between two looks at the folder.
@@ -106,8 +108,42 @@ def call(presence: Presence, temporary: pathlib.Path, world: World, plan: str, s
     presence.say(plan=plan, ranks=here, shares=shares)
 
 
+def outlive(temporary: pathlib.Path) -> None:
+    """Wait until no rank of an earlier lead is at work, for the one that has just taken the lock.
+
+    Such a rank ends by itself, since the lock is no longer its lead's (:func:`check_lead`). UsageError for one that
+    does not.
+    """
+    living: list[Seen] = []
+
+    def gone() -> bool:
+        found = (look(file) for file in temporary.glob(RANK.format("*[0-9]")))
+        living[:] = [seen for seen in found if seen is not None and seen.alive]
+        return not living
+
+    def late() -> MLAConvertError:
+        who = ", ".join(str(seen.process) for seen in living)
+        return UsageError(
+            f"{who}, of an earlier launch, is still writing into {temporary.parent}; end it, and try again"
+        )
+
+    wait_until(gone, late)
+
+
+def check_lead(temporary: pathlib.Path, nonce: str) -> None:
+    """OutputError where the lock is no longer that of the lead with this ``nonce``."""
+    if nonce_of(temporary / LOCK) != nonce:
+        raise OutputError(
+            f"{temporary.parent} is no longer this run's: rank 0 ended, or another conversion took over, after this "
+            "process was taken for dead; run the same command again, it goes on from what is done"
+        )
+
+
 def join(temporary: pathlib.Path, world: World, plan: str) -> tuple[Presence, dict[int, int]]:
-    """Another rank's part of the meeting: answer the lead, wait for its word; returns who does what."""
+    """Another rank's part of the meeting: answer the lead, wait for its word; returns who does what.
+
+    What it answered, the lead's nonce, is in the presence's ``known``.
+    """
     own = temporary / RANK.format(world.rank)
     presence: Presence | None = None
     shares: dict[int, int] = {}

@@ -19,12 +19,12 @@ from typing import Any
 from mla_convert import journal, ranks
 from mla_convert.destination import Goal, check_free_names, disk_errors, locked
 from mla_convert.errors import MLAConvertError, OutputError
-from mla_convert.journal import Journal, Record
+from mla_convert.journal import Journal, Record, WrittenBlock
 from mla_convert.presence import Presence
 from mla_convert.ranks import World
 from mla_convert.remains import INCOMPLETE, LOCK, refuse_others, remove_remains, take_back
 from mla_convert.shard_plan import PlannedFile
-from mla_convert.work import Unit, default_workers, run_units
+from mla_convert.work import Block, Unit, default_workers, run_units
 from mla_convert.writing import Staging, make_folders
 
 _SPARE_MEMORY = 1 << 26
@@ -104,6 +104,7 @@ class Run:
                 error.args = (f"what is done is kept in {self._temporary}; the same command goes on from there",)
             if not kept:
                 with contextlib.suppress(OSError, MLAConvertError):
+                    self._check_lead()  # what is there may be another's by now
                     remove_remains(self.goal.folder, self.goal.marker, keep_lock=True)
         self._leave()
 
@@ -113,6 +114,7 @@ class Run:
         self._held.enter_context(locked(folder))
         self._temporary.mkdir(exist_ok=True)
         self._presence = ranks.hold(self._temporary, self.world)
+        ranks.outlive(self._temporary)
         refuse_others(folder)
         self._take_up()
         check_free_names(self.goal)
@@ -163,18 +165,30 @@ class Run:
                     progress(len(self.records), len(self.job.units))
 
             memory = 2 * self.job.largest + _SPARE_MEMORY
-            run_units(units, self.staging.write, workers=workers, memory=memory, done=done)
+            run_units(units, self._write, workers=workers, memory=memory, done=done)
             for sync in syncs:
                 sync.result()
 
+    def _check_lead(self) -> None:
+        """Before anything is written: that the folder is still this run's."""
+        assert self._presence is not None
+        with disk_errors(self.goal.folder):
+            ranks.check_lead(self._temporary, self._presence.known.get("answers", self._presence.nonce))
+
+    def _write(self, block: Block) -> WrittenBlock:
+        self._check_lead()
+        return self.staging.write(block)
+
     def _note(self, unit: Unit, record: Record) -> None:
         assert self._journal is not None
+        self._check_lead()
         with disk_errors(self.goal.folder):
             self._journal.add(record)
         self.records[unit.key] = record
 
     def _sync(self, file: int) -> None:
         assert self._journal is not None
+        self._check_lead()
         self.staging.sync(file)
         with disk_errors(self.goal.folder):
             self._journal.synced(file)
@@ -200,6 +214,7 @@ class Run:
 
     def commit(self, texts: Mapping[str, str], others: Sequence[str] = ()) -> list[str]:
         """Give everything its name (:meth:`Staging.commit`); returns the names."""
+        self._check_lead()
         names = self.staging.commit(texts, others)
         self._finished = True
         return names

@@ -21,8 +21,9 @@ from mla_convert.remains import INCOMPLETE, JOURNAL, list_renames, part, remove_
 from mla_convert.shard_plan import PlannedFile
 from mla_convert.work import Block
 
-MAX_SHARD_BYTES = 1_000_000_000
-"""Data of one file of absorbed weights: the share of one process, so not the largest that loaders like."""
+MAX_SHARD_BYTES = 250_000_000
+"""Data of one file of absorbed weights: the least that one process takes, so not the largest that loaders like. Of
+DeepSeek-V3's factored weights, seven layers, so that nine processes have something to do."""
 
 
 class Staging:

@@ -26,9 +26,9 @@ class Hub:
     ``repositories`` gives the folder of each. ``faults`` are taken one for each request of a range: ``drop`` closes the
     connection without an answer, ``truncate`` after half of it, ``whole`` sends the file without minding the range, and
     a number is a status, 401 as the hub answers tokens that it doesn't know; ``api_faults`` and ``file_faults`` are the
-    same for the API and for whole files. ``busy`` gives headers for statuses. With ``elsewhere``, weights are on a second
-    host, which the answer points to. ``sent`` counts bytes of answers by file, ``ranges`` has the ranges asked for,
-    ``tokens`` what hosts were told to prove who asks.
+    same for the API and for whole files. ``busy`` gives headers for statuses. With ``elsewhere``, weights are on a
+    second host, which the answer points to. ``sent`` counts bytes of answers by file, ``ranges`` has the ranges asked
+    for, ``tokens`` what hosts were told to prove who asks.
     """
 
     repositories: dict[str, pathlib.Path]

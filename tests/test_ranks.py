@@ -12,6 +12,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -20,7 +21,7 @@ import pytest
 from snapshots import snapshot
 from variants import attention_weights, config_v3, write_checkpoint
 
-from mla_convert import presence, ranks, remains, sidecar
+from mla_convert import presence, ranks, remains, run, sidecar
 from mla_convert.conversion import convert
 from mla_convert.conversion_report import ConversionReport
 from mla_convert.errors import MLAConvertError, OutputError, UsageError
@@ -126,6 +127,99 @@ def test_another_number_of_ranks_finishes_it(
     assert snapshot(out) == whole
 
 
+class Survivor:
+    """A launch of two whose rank 0 is killed while rank 1 is about to read its first layer, where it stays for now."""
+
+    def __init__(self, source: pathlib.Path, out: pathlib.Path, patch: pytest.MonkeyPatch) -> None:
+        self.here, self.go = threading.Event(), threading.Event()
+        self._lock = out / remains.INCOMPLETE / remains.LOCK
+        original, leave = sidecar.read_operands, run.Run.__exit__
+        first = {0, 2}  # of each rank
+
+        def read(checkpoint, layer, device):  # type: ignore[no-untyped-def]
+            if layer.spec.index not in first:
+                return original(checkpoint, layer, device)
+            first.remove(layer.spec.index)
+            if layer.spec.index == 0:  # the lead's
+                self.here.wait(20)
+                raise SystemExit(9)
+            self.here.set()
+            self.go.wait(20)
+            return original(checkpoint, layer, device)
+
+        def vanish(self: run.Run, *error: Any) -> None:
+            self._held.close() if self.world.leads and error[0] is SystemExit else leave(self, *error)
+
+        patch.setattr(sidecar, "read_operands", read)
+        patch.setattr(run.Run, "__exit__", vanish)
+        self._pool = concurrent.futures.ThreadPoolExecutor(3)
+        options = JOB | {"dtype": "bfloat16", "max_shard_bytes": JOB["max_shard_bytes"] // 2, "workers": 1}
+        worlds = [World(rank, 2, 1, launch="this") for rank in range(2)]
+        lead, self._other = [self._pool.submit(convert, source, out, **options, world=world) for world in worlds]
+        assert isinstance(lead.exception(), SystemExit)
+        said = json.loads(self._lock.read_bytes())
+        self._lock.write_text(json.dumps(said | {"boot": "an earlier boot"}))  # what a killed process's lock says
+        self.nonce = said["nonce"]
+
+    def submit(self, *args: Any, **options: Any) -> concurrent.futures.Future[Any]:
+        """Begin another call, and wait until it has taken the lock, or ended."""
+        call = self._pool.submit(convert, *args, **options)
+        while not call.done() and presence.nonce_of(self._lock) in (self.nonce, None):
+            time.sleep(0.001)
+        return call
+
+    def release(self) -> BaseException | None:
+        """Let rank 1 go on; what becomes of it."""
+        self.go.set()
+        self._pool.shutdown(wait=True)
+        return self._other.exception()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_a_rank_that_outlives_its_lead_writes_into_nobody_elses_parts(
+    source: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    """The next call, of the same options or of others, waits for it; and it ends before it writes anything."""
+    survivor = Survivor(source, tmp_path / "out", monkeypatch)
+    begun = snapshot(tmp_path / "out" / remains.INCOMPLETE).keys()
+    job: dict[str, Any] = {"form": "factored", "dtype": dtype, "max_shard_bytes": JOB["max_shard_bytes"] // 2}
+    call = survivor.submit(source, tmp_path / "out", **job, workers=1)
+    concurrent.futures.wait([call], timeout=0.3)  # time enough to do all of it
+    assert not call.done() and snapshot(tmp_path / "out" / remains.INCOMPLETE).keys() == begun
+    error = survivor.release()
+    assert isinstance(error, OutputError) and "another conversion took over" in str(error)
+    assert isinstance(call.result(), ConversionReport)
+    convert(source, tmp_path / "one", **job)
+    assert snapshot(tmp_path / "out") == snapshot(tmp_path / "one")
+
+
+def test_a_rank_that_stays_is_named(
+    source: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    survivor = Survivor(source, tmp_path / "out", monkeypatch)
+    monkeypatch.setattr(ranks, "PATIENCE", 0.05)
+    with pytest.raises(UsageError, match=r"process \d+ on .*, of an earlier launch, is still writing into .*end it"):
+        convert(source, tmp_path / "out", **JOB)
+    assert isinstance(survivor.release(), OutputError)
+
+
+def test_a_lead_that_was_taken_for_dead_writes_nothing_more(
+    source: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine that slept: meanwhile another one took the lock, and what is in the folder is its."""
+    lock, original = tmp_path / "out" / remains.INCOMPLETE / remains.LOCK, sidecar.read_operands
+    others = json.dumps({"nonce": "another's"})
+
+    def read(checkpoint, layer, device):  # type: ignore[no-untyped-def]
+        lock.write_text(others)
+        return original(checkpoint, layer, device)
+
+    monkeypatch.setattr(sidecar, "read_operands", read)
+    with pytest.raises(OutputError, match="after this process was taken for dead"):
+        convert(source, tmp_path / "out", **JOB)
+    assert lock.read_text() == others and snapshot(lock.parent).keys() == {remains.LOCK, "progress-0.jsonl"}
+
+
 def test_what_an_earlier_launch_left_is_no_word_of_this_one(
     source: pathlib.Path, tmp_path: pathlib.Path, whole: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -205,7 +299,8 @@ def free_environment() -> Iterator[dict[str, str]]:
 
 LAUNCHERS = {
     "torchrun": "torch.distributed.run --standalone --nproc_per_node=2",
-    "accelerate": "accelerate.commands.launch --cpu --num_processes=2 --num_machines=1 --mixed_precision=no "
+    # With --cpu it would start one process, whatever it is asked for; these here never touch the GPUs of the option.
+    "accelerate": "accelerate.commands.launch --multi_gpu --num_processes=2 --num_machines=1 --mixed_precision=no "
     "--dynamo_backend=no --main_process_port=0",
 }
 
@@ -232,3 +327,39 @@ def test_real_launches(source: pathlib.Path, tmp_path: pathlib.Path, whole: dict
     convert(source, one)
     assert snapshot(out) == snapshot(one)
     AbsorbedCheckpoint.open(out)
+
+
+SHARED = """
+import pathlib, sys
+from mla_convert import sidecar
+from mla_convert.conversion import convert
+from mla_convert.ranks import launched
+source, out, shard_bytes, noted = sys.argv[1:]
+world, read = launched(), sidecar.read_operands
+def reading(checkpoint, layer, device):
+    with open(f"{noted}/{world.rank}", "a") as file:
+        print(layer.spec.index, file=file)
+    return read(checkpoint, layer, device)
+sidecar.read_operands = reading
+convert(source, out, form="factored", max_shard_bytes=int(shard_bytes), world=world)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_processes_of_a_real_launch_share_the_layers(
+    source: pathlib.Path, tmp_path: pathlib.Path, whole: dict[str, bytes], launcher: str
+) -> None:
+    """Of three files the first two ranks get one each, and one of them the third."""
+    script, noted = tmp_path / "shared.py", tmp_path / "noted"
+    script.write_text(SHARED)
+    noted.mkdir()
+    given = map(str, (script, source, tmp_path / "out", JOB["max_shard_bytes"], noted))
+    with free_environment() as environment:
+        command = [sys.executable, "-m", *LAUNCHERS[launcher].split(), *given]
+        done = subprocess.run(command, cwd="/", env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    read = {file.name: set(map(int, file.read_text().split())) for file in noted.iterdir()}
+    assert set(read) == {"0", "1"} and {len(layers) for layers in read.values()} == {2, 4}
+    assert sorted([*read["0"], *read["1"]]) == list(range(LAYERS))
+    assert snapshot(tmp_path / "out") == whole

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import collections
+import concurrent.futures
 import pathlib
 import shutil
+from typing import Any
 
 import pytest
 from snapshots import snapshot
@@ -11,7 +14,7 @@ from variants import (
     small_checkpoint,
 )
 
-from mla_convert import disk
+from mla_convert import disk, journal
 from mla_convert.checkpoint import Checkpoint
 from mla_convert.conversion import convert
 from mla_convert.errors import CheckpointError, SidecarError, UsageError
@@ -89,16 +92,33 @@ def test_whole_folders_are_complete_or_do_not_load(
         assert not (out / ".mla_absorbed.incomplete").exists()
 
 
-def test_ranks_write_a_layout_together(example_path: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    import concurrent.futures
+@pytest.mark.parametrize(
+    "options", [dict(target="hf", max_shard_bytes=300_000), dict(target="native", parts=4)], ids=str
+)
+def test_ranks_write_a_layout_together(
+    example_path: pathlib.Path, tmp_path: pathlib.Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each has files of its own to write, and the bytes are those of one process."""
 
     def rank(number: int) -> None:
         world = World(number, 2, 1, "this")
-        convert(example_path, tmp_path / "out", target="hf", max_shard_bytes=300_000, world=world, workers=1)
+        convert(example_path, tmp_path / "out", world=world, workers=1, **options)
 
+    records: list[tuple[str, str]] = []
+    add = journal.Journal.add
+
+    def noted(self: journal.Journal, record: journal.Record) -> None:
+        records.append((self._file.name, record.unit))
+        add(self, record)
+
+    monkeypatch.setattr(journal.Journal, "add", noted)
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         list(pool.map(rank, range(2)))
-    convert(example_path, tmp_path / "one", target="hf", max_shard_bytes=300_000)
+    shares = collections.Counter(file for file, _ in records)
+    assert set(shares) == {"progress-0.jsonl", "progress-1.jsonl"}
+    assert max(shares.values()) <= 2 * min(shares.values())
+    assert len({unit for _, unit in records}) == len(records)
+    convert(example_path, tmp_path / "one", **options)
     assert snapshot(tmp_path / "out") == snapshot(tmp_path / "one")
 
 
