@@ -39,6 +39,9 @@ _SDPA_MASKED = ("eager", "sdpa", "flex_attention")
 _ADDING = ("eager", "flex_attention")
 _KNOWN_ORIGINALS = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
 
+#: The original attention that each of our names stands for.
+_ORIGINALS: dict[str, str] = {}
+
 #: Begins the name of every attention implementation that patched models use.
 PREFIX = "mla_latent_over_"
 #: Keywords that models pass on and that do not change attention.
@@ -50,14 +53,8 @@ HARMLESS = frozenset(
 #: Keywords that change attention, and that the absorbed form takes.
 USED = frozenset(("indices", "s_aux", "sliding_window"))
 #: Keywords under which only the original function knows what to do.
-EXPANDED_ONLY = (
-    "cu_seq_lens_q",
-    "cu_seq_lens_k",
-    "max_length_q",
-    "max_length_k",
-    "position_bias",
-    "softcap",
-    "is_causal",
+EXPANDED_ONLY = frozenset(
+    "cu_seq_lens_k cu_seq_lens_q is_causal max_length_k max_length_q position_bias softcap".split()
 )
 
 
@@ -67,6 +64,7 @@ def registered_name(original: str) -> str:
     The name avoids "flash" and "sdpa": transformers draws conclusions from those.
     """
     name = PREFIX + original.replace("flash", "fl").replace("sdpa", "sd").replace("/", "_")
+    _ORIGINALS[name] = original
     if name not in ALL_ATTENTION_FUNCTIONS.valid_keys():
         if original not in _SDPA_MASKED and original not in ALL_MASK_ATTENTION_FUNCTIONS.valid_keys():
             raise PatchError(
@@ -112,16 +110,26 @@ def latent_attention(
     )
     if layer is None:  # another model, unpatched, that shares its config with a patched one
         return run(key, value)
+    _check_known(layer.name, module, original, kwargs)
     if call is None or not call.absorbed:
         return run(*_expand(module, key, value), selection=None if call is None else call.selection)
-    if unknown := sorted(k for k, v in kwargs.items() if v is not None and k not in HARMLESS | USED):
-        raise PatchError(
-            f"{layer.name}: the attention function was called with {', '.join(unknown)}, which the absorbed form does "
-            "not know; patch with prefill_threshold=0 and report the model, or unpatch it"
-        )
     scale = layer.geometry.scale if scaling is None else scaling
     seen = seen_by(query, key.shape[2], attention_mask, call, kwargs, lower_right="flash" in original)
     return layer.attend(query, key[:, 0], value[:, 0], scale, call, seen), None
+
+
+def _check_known(name: str, module: nn.Module, original: str, kwargs: dict[str, Any]) -> None:
+    """Refuse arguments that may mean something, and that would be ignored in one form or in both."""
+    unknown = [k for k, v in kwargs.items() if v is not None and k not in HARMLESS | USED | EXPANDED_ONLY]
+    # A layer's own window is in its mask; one that a caller gives is not, and these originals read masks only.
+    window = kwargs.get("sliding_window")
+    if original in _SDPA_MASKED and window is not None and window != getattr(module, "sliding_window", None):
+        unknown.append("sliding_window")
+    if unknown:
+        raise PatchError(
+            f"{name}: the attention function was called with {', '.join(sorted(unknown))}, which is not known here; "
+            "call the model without, or unpatch it and report the model"
+        )
 
 
 def _expand(module: Any, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -195,7 +203,7 @@ def begin_call(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
     stored = handing_layer(cache, module.layer_idx)
     absorbed = possible and (
         (stored is not None and stored.only_absorbed)
-        or _cheaper_absorbed(module, layer, hidden.shape[-2], cache, given)
+        or (_cheaper_absorbed(module, layer, hidden.shape[-2], cache, given) and not _packed(module, given))
     )
     prefill = hidden.shape[-2] > 1
     if not being_traced() and (absorbed or (possible and prefill and hidden.device.type != "cpu")):
@@ -216,6 +224,20 @@ def _needs_original(module: nn.Module, given: dict[str, Any]) -> bool:
     if module.training and getattr(module, "attention_dropout", False):
         return True
     return any(given.get(name) is not None for name in EXPANDED_ONLY)
+
+
+def _packed(module: nn.Module, given: dict[str, Any]) -> bool:
+    """Whether positions begin anew inside the call, and the original takes that, without a mask, to part sequences.
+
+    That is how transformers' flash attention tells packed sequences, in a batch of one.
+    """
+    positions = given.get("position_ids")
+    flash = "flash" in _ORIGINALS[module.config._attn_implementation]
+    if not flash or given.get("attention_mask") is not None or positions is None:
+        return False
+    if positions.shape[-2] != 1 or positions.shape[-1] == 1:
+        return False
+    return being_traced() or bool((positions.diff(dim=-1) != 1).any())
 
 
 def _cheaper_absorbed(module: nn.Module, layer: AbsorbedLayer, q_len: int, cache: Any, given: dict[str, Any]) -> bool:

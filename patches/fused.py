@@ -14,9 +14,10 @@ from torch import Tensor
 
 from mla_convert.patches.forms import Projection
 from mla_convert.patches.layer import AbsorbedLayer
+from mla_convert.patches.sources import OwnForward
 
 
-class _InstanceForward:
+class _InstanceForward(OwnForward):
     """A forward set on one projection; ``inner`` is what stood there before (None: the class's own)."""
 
     def __init__(self, layer: AbsorbedLayer, linear: Projection) -> None:

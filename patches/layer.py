@@ -89,11 +89,11 @@ class AbsorbedLayer(AbsorbedWeights):
 
     def follow_weights(self, owner: nn.Module, *, decoding: bool) -> None:
         """Keep the absorbed weights true to ``owner``'s; on accelerators the sample is compared in prefill only."""
-        for name, forward in self.forwards.items():
-            forward.follow(getattr(owner, name))
         look = not decoding or self.sources[0].device.type == "cpu"
         if self.follow(owner, look=look):
             logger.info("%s: the source weights changed; absorbed weights were made anew from them", self.name)
+        for name, forward in self.forwards.items():  # only now: a forward that was put above is refused, not covered
+            forward.follow(getattr(owner, name))
 
     def needs_projections(self, owner: nn.Module) -> bool:
         """Whether a projection must run itself in this call, for no one weight stands for it, or hooks wait there."""

@@ -50,7 +50,7 @@ def load_original(
     checkpoint = Checkpoint.open(source)
     with _loading(source):
         config = _config_for(checkpoint)
-        kind: Any = _class_for(config)
+        kind: Any = class_for(config)
     if checkpoint.layout != "native" and checkpoint.quantization is None:
         with _loading(source):
             return _ready(kind.from_pretrained(os.fspath(source), config=config, dtype=dtype or "auto", **kwargs))
@@ -78,8 +78,12 @@ def _config_for(checkpoint: Checkpoint) -> PreTrainedConfig:
     return CONFIG_MAPPING[kind](**values)
 
 
-def _class_for(config: PreTrainedConfig) -> type[PreTrainedModel]:
-    """The class that the checkpoint was written from, or the one that transformers has for its config."""
+def class_for(config: PreTrainedConfig) -> type[PreTrainedModel]:
+    """The class that the checkpoint was written from, or the one that transformers has for its config.
+
+    Raises:
+        CheckpointError: where it has none that generates.
+    """
     for name in config.architectures or ():
         found = getattr(transformers, name, None)
         if isinstance(found, type) and issubclass(found, PreTrainedModel) and found.config_class is type(config):

@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from mla_convert.errors import UnsupportedModelError, UsageError
 from mla_convert.patches.adapters import unwrapped
+from mla_convert.patches.loading import class_for
 from mla_convert.patches.recognition import attention_modules
 
 #: How transformers' parallel styles split each part of an attention module. Rows of ``kv_b_proj`` and of the query's
@@ -41,6 +42,7 @@ def tp_plan(model: Any) -> dict[str, str]:
 
     Raises:
         UnsupportedModelError: no MLA attention, or attention with further parts that belong to heads.
+        CheckpointError: transformers has no generating model for the config.
     """
     whole = _skeleton(model)
     plan: dict[str, str] = dict(whole.tp_plan or {})
@@ -66,7 +68,7 @@ def _skeleton(model: Any) -> PreTrainedModel:
         return model
     if isinstance(model, nn.Module) or not hasattr(model, "model_type"):
         raise UsageError(f"tp_plan takes a transformers model or its config, found {type(model).__name__}")
-    kind: Any = AutoModelForCausalLM
+    kind: Any = class_for(model)
     with torch.device("meta"):
-        built: PreTrainedModel = kind.from_config(model)
+        built: PreTrainedModel = kind(model)
     return built

@@ -72,6 +72,10 @@ def effective_weight(where: str, linear: Projection, dtype: torch.dtype | None =
     return weight if dtype is None else weight.to(dtype)
 
 
+class OwnForward:
+    """A forward that this package sets on a projection."""
+
+
 def check_readable(where: str, linear: Projection) -> None:
     """Refuse a projection whose forward is not its effective weight times the input, or whose weight is not there.
 
@@ -79,11 +83,24 @@ def check_readable(where: str, linear: Projection) -> None:
         PatchError: naming the module, what it is, and what to do.
     """
     reader_of(where, linear)
-    if "forward" in linear.__dict__ and not any(hasattr(linear, mark) for mark in _KNOWN_FORWARDS):
-        raise PatchError(
-            f"{where} has a forward of its own, set on the instance, that an absorbed step would not call: remove it "
-            "(del module.forward) before patching"
+    if found := _beside_the_weight(where, linear):
+        raise PatchError(f"{where} has {found}")
+
+
+def _beside_the_weight(name: str, linear: Projection) -> str | None:
+    """What a projection does besides multiplying by its weight, that no absorbed step would do, and what to do."""
+    for module in (linear, linear.get_base_layer()) if is_lora(linear) else (linear,):
+        forward = module.__dict__.get("forward")
+        if forward is None or isinstance(forward, OwnForward) or any(hasattr(module, m) for m in _KNOWN_FORWARDS):
+            continue
+        return (
+            "a forward of its own, set on the instance, that an absorbed step would not call: remove it "
+            "(del module.forward), or run the model unpatched"
         )
+    # The output projection adds its own, whichever way it is multiplied by.
+    if getattr(linear, "bias", None) is not None and name.rpartition(".")[2] != "o_proj":
+        return "a bias, which an absorbed step would leave out: run the model unpatched"
+    return None
 
 
 def check_fusable(where: str, linear: Projection) -> None:
@@ -238,6 +255,8 @@ class Source:
             StaleWeightsError: when the projection is of a form now that cannot be read.
         """
         linear = getattr(owner, self.name)
+        if found := _beside_the_weight(self.name, linear):
+            raise StaleWeightsError(f"since the model was patched, {self.name} has {found}")
         try:
             reader = reader_of(self.name, linear)
         except PatchError as error:

@@ -118,7 +118,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4_moe_lite": ("Glm4MoeLiteForCausalLM", _MOE | {"v_head_dim": 20}),
     "youtu": ("YoutuForCausalLM", _DENSE),
     "axk1": ("AXK1ForCausalLM", _MOE),
-    "minicpm3": ("MiniCPM3ForCausalLM", _DENSE | {"v_head_dim": None}),
+    "minicpm3": ("MiniCPM3ForCausalLM", _DENSE | {"qk_nope_head_dim": 20, "v_head_dim": None}),
     "mistral4": (
         "Mistral4ForCausalLM",
         _MOE | {"rope_parameters": YARN | {"original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.5}},

@@ -43,6 +43,14 @@ def largest(found: tuple[torch.Tensor, ...], model_type: str) -> float:
     return max(relative(a, b) for a, b in zip(found, expected(model_type), strict=True))
 
 
+#: Rows in the quick tests of what all rows are put through in the slow ones.
+QUICK = ("glm_moe_dsa", "mistral4", "hy_v4", "axk2")
+#: Changes that make each side read less fused, where the general ones are not enough.
+NARROW: dict[str, dict[str, Any]] = {
+    "dots3_note": {"swa_kv_lora_rank": 16, "swa_qk_nope_head_dim": 32, "swa_head_dim": 42, "swa_v_head_dim": 32},
+}
+
+
 def test_every_row_has_a_model() -> None:
     assert list(family_models.MODELS) == list(FAMILIES)
 
@@ -105,18 +113,14 @@ def test_fused_where_it_may_be(model_type: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model_type", "forms"),
-    [
-        ("glm_moe_dsa", ("fused", "fused")),
-        ("mistral4", ("fused", "fused")),
-        ("hy_v4", ("fused", "factored")),
-        ("axk2", ("factored", "factored")),
-    ],
+    "model_type", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in FAMILIES]
 )
 @torch.inference_mode()
-def test_auto_where_fused_reads_less(model_type: str, forms: tuple[str, str], tmp_path: pathlib.Path) -> None:
+def test_auto_where_fused_reads_less(model_type: str, tmp_path: pathlib.Path) -> None:
     """At a latent narrower than the heads, a side is fused unless it cannot be; converting and patching agree."""
-    narrow = {"kv_lora_rank": 16, "qk_nope_head_dim": 32, "v_head_dim": 32, "q_lora_rank": 64, "hidden_size": 64}
+    family = FAMILIES[model_type]
+    forms = tuple("factored" if family.between(side) else "fused" for side in ("qk", "vo"))  # type: ignore[arg-type]
+    narrow = {"kv_lora_rank": 16, "qk_nope_head_dim": 32, "v_head_dim": 32} | NARROW.get(model_type, {})
     model = family_models.make(model_type, **narrow)
     figures = [reads(module_geometry(module)) for _, module in attention_modules(model)]
     assert all((figure.qk.fewer, figure.vo.fewer) == ("fused", "fused") for figure in figures)
@@ -130,12 +134,15 @@ def test_auto_where_fused_reads_less(model_type: str, forms: tuple[str, str], tm
     assert (report.qk.form, report.vo.form) == forms
 
 
+@pytest.mark.parametrize("form", ["auto", pytest.param("fused", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("model_type", FAMILIES)
 @torch.inference_mode()
-def test_converted_and_loaded(model_type: str, tmp_path: pathlib.Path) -> None:
-    model = model_of(model_type)
+def test_converted_and_loaded(model_type: str, form: str, tmp_path: pathlib.Path) -> None:
+    """ "auto" is factored here; fused where it may be."""
+    model, family = model_of(model_type), FAMILIES[model_type]
+    forms = {side: "factored" if family.between(side) else form for side in ("qk", "vo")}  # type: ignore[arg-type]
     model.save_pretrained(tmp_path / "source")
-    report = mla_convert.convert(tmp_path / "source", tmp_path / "out")
+    report = mla_convert.convert(tmp_path / "source", tmp_path / "out", dtype="float32", **forms)
     checkpoint = Checkpoint.open(tmp_path / "source")
     geometries = {module.layer_idx: module_geometry(module) for _, module in attention_modules(model)}
     assert {spec.index: spec.geometry for spec in checkpoint.layers} == geometries
@@ -146,6 +153,19 @@ def test_converted_and_loaded(model_type: str, tmp_path: pathlib.Path) -> None:
     with mla_convert.patched(loaded, tmp_path / "out") as handle:
         assert handle.describe().weights_from == str(tmp_path / "out")
         assert largest(both(loaded), model_type) <= BOUND
+
+
+@pytest.mark.parametrize("form", ["factored", "fused"])
+@torch.inference_mode()
+def test_deepseek_v2_with_a_query_rank(form: str, tmp_path: pathlib.Path) -> None:
+    model = family_models.make("deepseek_v2", q_lora_rank=28)
+    before = both(model)
+    model.save_pretrained(tmp_path / "source")
+    mla_convert.convert(tmp_path / "source", tmp_path / "out", dtype="float32", form=form)
+    for folder in (None, tmp_path / "out"):
+        with mla_convert.patched(model, folder, **({} if folder else {"form": form})) as handle:
+            assert handle.describe().qk_form == form
+            assert max(relative(a, b) for a, b in zip(both(model), before, strict=True)) <= BOUND
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)

@@ -12,7 +12,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 import mla_convert
-from mla_convert.errors import StaleWeightsError
+from mla_convert.errors import PatchError, StaleWeightsError
 from mla_convert.patches.layer import layer_of
 
 
@@ -121,6 +121,67 @@ def test_a_replaced_projection_is_refused(name: str) -> None:
             model(ids[:, :1])
         setattr(attention, name, old)
         model(ids[:, :1])
+
+
+@pytest.mark.parametrize(
+    ("name", "form"), [("kv_b_proj", "factored"), ("kv_b_proj", "fused"), ("q_b_proj", "fused")], ids=str
+)
+@torch.inference_mode()
+def test_a_bias_is_refused(name: str, form: str) -> None:
+    """Before and after patching; the output projection's is added, and nobody minds the query's where it runs."""
+    model, ids = models.deepseek_v3(), models.tokens(1, 5)
+    projection = model.model.layers[0].self_attn.get_submodule(name)
+    mla_convert.patch(model, form=form)
+    projection.bias = torch.nn.Parameter(torch.ones(projection.out_features))
+    with pytest.raises(StaleWeightsError, match=f"since the model was patched, {name} has a bias, which an absorbed"):
+        model(ids[:, :1])
+    mla_convert.unpatch(model)
+    with pytest.raises(PatchError, match=f"{name} has a bias, .*: run the model unpatched"):
+        mla_convert.patch(model, form=form)
+
+
+@pytest.mark.parametrize("bias", ["before", "after"])
+@torch.inference_mode()
+def test_a_bias_that_still_counts(bias: str) -> None:
+    model, ids = models.deepseek_v3(), models.tokens(1, 5)
+    attention = model.model.layers[0].self_attn
+
+    def add(name: str) -> None:
+        projection = attention.get_submodule(name)
+        projection.bias = torch.nn.Parameter(torch.linspace(-1, 1, projection.out_features))
+
+    if bias == "before":
+        add("q_b_proj")
+        add("o_proj")
+    with mla_convert.patched(model, vo="fused"):
+        if bias == "after":
+            add("q_b_proj")
+            add("o_proj")
+        cache = DynamicCache()
+        found = torch.cat([model(ids[:, i : i + 1], cache=cache).logits for i in range(5)], 1)
+    assert models.relative(found, model(ids).logits) <= 1e-4
+
+
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [("kv_b_proj", "factored"), ("kv_b_proj", "fused"), ("q_b_proj", "fused"), ("o_proj", "fused")],
+    ids=str,
+)
+@torch.inference_mode()
+def test_a_forward_that_is_set_on_a_projection_is_refused(name: str, form: str) -> None:
+    model, ids = models.deepseek_v3(), models.tokens(1, 5)
+    projection = model.model.layers[0].self_attn.get_submodule(name)
+    with mla_convert.patched(model, form=form):
+        expected = model(ids[:, :1]).logits
+        before = projection.__dict__.get("forward")
+        projection.forward = lambda x, *args: 0 * torch.nn.functional.linear(x, projection.weight)
+        for _ in range(2):
+            with pytest.raises(StaleWeightsError, match=f"{name} has a forward of its own, .*del module.forward"):
+                model(ids[:, :1])
+        del projection.forward
+        if before is not None:
+            projection.forward = before
+        assert torch.equal(model(ids[:, :1]).logits, expected)
 
 
 class Wrapped(torch.nn.Module):

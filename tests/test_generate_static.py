@@ -6,15 +6,17 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import family_models
 import models
 import pytest
 import torch
 import torch._dynamo.testing
 from generation import check_patched, generated, small
-from patching import BOUND, steps
+from patching import BOUND, layers, steps
 from transformers import CompileConfig, PreTrainedModel, StaticCache
 
 import mla_convert
+from mla_convert.architectures import FAMILIES
 from mla_convert.kernels import torch_decode
 
 FORMS = [{}, pytest.param({"form": "fused"}, marks=pytest.mark.slow)]
@@ -95,6 +97,37 @@ def test_the_step_compiles_with_inductor() -> None:
         found = decode(model, torch.compile(model, fullgraph=True), ids, mask)
     real = mask[:, :16].bool()
     assert models.relative(found[real], expected[real]) <= BOUND
+
+
+def compiled_run(model: PreTrainedModel) -> tuple[torch.Tensor, tuple[int, int], int]:
+    """Logits of two compiled steps; graphs and breaks between them; our operators in the graphs of one step."""
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("eager")
+    step: Any = torch.compile(model, backend=counter)
+    cache, ids = StaticCache(config=model.config, max_cache_len=24), models.tokens(1, 11)
+    outs = [model(ids[:, :9], cache=cache, use_cache=True).logits]
+    for i in range(9, 11):
+        new = {"cache": cache, "use_cache": True, "position_ids": torch.tensor([[i]])}
+        outs.append(step(ids[:, i : i + 1], **new).logits)
+    nodes = [node.target for graph in counter.graphs for node in graph.graph.nodes]
+    breaks = sum(torch._dynamo.utils.counters["graph_break"].values())
+    torch._dynamo.utils.counters.clear()
+    found = torch.cat(outs, dim=1), (counter.frame_count, breaks)
+    return *found, nodes.count(torch.ops.mla_convert.absorbed_decode.default)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", FAMILIES)
+@torch.no_grad()
+def test_every_family_s_step_compiles_as_it_did(model_type: str) -> None:
+    """As many graphs and breaks (other parts of a model may have some) as unpatched, with our operator in them."""
+    model = family_models.make(model_type)
+    expected, graphs, none = compiled_run(model)
+    with mla_convert.patched(model):
+        found, ours, operators = compiled_run(model)
+        count = len(layers(model))
+    assert models.relative(found, expected) <= BOUND
+    assert (ours, none) == (graphs, 0) and operators >= count
 
 
 @pytest.fixture

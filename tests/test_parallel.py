@@ -7,6 +7,7 @@ import subprocess
 import sys
 from typing import Any
 
+import family_models
 import models
 import parallel_worker as worker
 import pytest
@@ -15,6 +16,7 @@ from patching import BOUND
 from transformers import AutoModelForCausalLM, Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM, PreTrainedModel
 
 import mla_convert
+from mla_convert.architectures import FAMILIES
 from mla_convert.errors import PatchError, UnsupportedModelError, UsageError
 from mla_convert.patches import tp_plan
 
@@ -105,6 +107,21 @@ def test_the_plan() -> None:
     assert plan == tp_plan(model.config) == model.tp_plan | plan
     assert "model.layers.*.self_attn.q_proj" in tp_plan(models.deepseek_v3(q_lora_rank=None))
     assert tp_plan(models.deepseek_v2()) == models.deepseek_v2().tp_plan
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_the_plan_of_a_config_is_that_of_its_model(model_type: str) -> None:
+    """Of wrappers too, whose text model is not where it is in a text model alone."""
+
+    def outcome(of: Any) -> Any:
+        try:
+            return tp_plan(of)
+        except UnsupportedModelError as error:
+            return str(error)
+
+    model = family_models.make(model_type)
+    model.config.architectures = [type(model).__name__]
+    assert outcome(model.config) == outcome(model)
 
 
 def test_what_has_no_plan() -> None:

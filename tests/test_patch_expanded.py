@@ -70,9 +70,23 @@ def test_attention_weights_come_from_the_original(runs: list[int]) -> None:
 
 
 @torch.inference_mode()
-def test_an_argument_that_changes_attention_is_never_ignored() -> None:
-    model, ids = models.deepseek_v3(), models.tokens(1, 6)
+def test_a_config_that_asks_for_attention_weights(runs: list[int]) -> None:
+    """It does before patching; afterwards transformers refuses to set it, for it knows no name but "eager"."""
+    model, ids = models.deepseek_v3(attn="eager"), models.tokens(2, 9)
+    with mla_convert.patched(model), pytest.raises(ValueError, match="mla_latent_over_eager"):
+        model.config.output_attentions = True
+    model.config.output_attentions = True
+    expected = model(ids).attentions
     with mla_convert.patched(model, prefill_threshold=100):
+        assert all(torch.equal(a, b) for a, b in zip(model(ids).attentions, expected, strict=True))
+    assert not runs
+
+
+@pytest.mark.parametrize("threshold", [0, 100], ids=["expanded", "absorbed"])
+@torch.inference_mode()
+def test_an_argument_that_changes_attention_is_never_ignored(threshold: int) -> None:
+    model, ids = models.deepseek_v3(), models.tokens(1, 6)
+    with mla_convert.patched(model, prefill_threshold=threshold):
         with pytest.raises(PatchError, match="sliding_window"):
             model(ids, sliding_window=4)
         model(ids, position_ids=torch.arange(6)[None])

@@ -14,14 +14,17 @@ import mla_convert
 
 
 def flash(
-    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, scaling: float, **_: Any
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, scaling: float, **given: Any
 ) -> tuple[torch.Tensor, None]:
-    """Causal to the lower right; takes the padding mask [B,T], and no other."""
+    """Causal to the lower right; takes the padding mask [B,T], or positions that begin anew, and no other."""
     q_len, kv_len = query.shape[2], key.shape[2]
     seen = torch.ones(q_len, kv_len, dtype=torch.bool).tril(kv_len - q_len)[None, None]
     if mask is not None:
         assert mask.dim() == 2 and mask.shape[1] == kv_len
         seen = seen & mask[:, None, None].bool()
+    elif q_len == kv_len > 1 and len(query) == 1:
+        sequences = (given["position_ids"] == 0).cumsum(-1)
+        seen = seen & (sequences[:, :, None] == sequences[:, None])[:, None]
     logits = (query @ key.transpose(2, 3) * scaling).masked_fill(~seen, -1e9)
     return (logits.softmax(-1) @ value).transpose(1, 2), None
 
@@ -53,3 +56,21 @@ def test_over_flash_attention(padded: bool, patching: dict[str, Any], monkeypatc
     assert handle.describe().original_attention == "flash_attention_2"
     found = steps(model, ids, DynamicCache(), sizes, attention_mask=mask)
     assert models.relative(found[real], expected[real]) <= BOUND
+
+
+@pytest.mark.parametrize("threshold", ["auto", 50])
+@torch.inference_mode()
+def test_packed_sequences_over_flash_attention(
+    threshold: str | int, monkeypatch: pytest.MonkeyPatch, runs: list[int]
+) -> None:
+    """Flash attention has no mask to part them with: what it reads of the positions is left to it."""
+    ids = models.tokens(1, 16)
+    packed = torch.cat([torch.arange(9), torch.arange(7)])[None]
+    expected = torch.cat([models.deepseek_v3()(part).logits for part in ids.split([9, 7], 1)], 1)
+    model = over_flash(monkeypatch)
+    assert models.relative(model(ids, position_ids=packed).logits, expected) <= BOUND
+    mla_convert.patch(model, prefill_threshold=threshold)
+    assert models.relative(model(ids, position_ids=packed).logits, expected) <= BOUND
+    assert not runs
+    model(ids, position_ids=torch.arange(16)[None])
+    assert runs == ([] if threshold == "auto" else [16, 16])

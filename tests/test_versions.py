@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
+import sys
 from pathlib import Path
 
 import models
@@ -23,6 +25,20 @@ def test_other_releases_are_refused(version: str, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(PatchError, match=f'transformers {version} is installed; .*pip install "transformers>=5.16,<6"'):
         mla_convert.patch(model)
     assert model.config._attn_implementation == "sdpa"
+
+
+def test_a_release_that_lacks_what_is_imported(tmp_path: Path) -> None:
+    """Nothing of an old transformers is touched before its version is."""
+    (tmp_path / "transformers").mkdir()
+    (tmp_path / "transformers" / "__init__.py").write_text('__version__ = "4.46.0"\n')
+    code = (
+        "import mla_convert, mla_convert.errors\n"
+        "try: mla_convert.patch(None)\n"
+        "except mla_convert.errors.PatchError as error: print(error)"
+    )
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    found = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert found.stdout.startswith("transformers 4.46.0 is installed; supported are 5.16 and later 5.x: pip install")
 
 
 @pytest.mark.parametrize("version", ["5.16.0", "5.16.1", "5.24.0", "5.30.0.dev0", "5.100.2"])
