@@ -226,7 +226,7 @@ def _needs_original(module: nn.Module, given: dict[str, Any]) -> bool:
     return any(given.get(name) is not None for name in EXPANDED_ONLY)
 
 
-def _packed(module: nn.Module, given: dict[str, Any]) -> bool:
+def _packed(module: Any, given: dict[str, Any]) -> bool:
     """Whether positions begin anew inside the call, and the original takes that, without a mask, to part sequences.
 
     That is how transformers' flash attention tells packed sequences, in a batch of one.

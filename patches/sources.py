@@ -91,7 +91,10 @@ def _beside_the_weight(name: str, linear: Projection) -> str | None:
     """What a projection does besides multiplying by its weight, that no absorbed step would do, and what to do."""
     for module in (linear, linear.get_base_layer()) if is_lora(linear) else (linear,):
         forward = module.__dict__.get("forward")
-        if forward is None or isinstance(forward, OwnForward) or any(hasattr(module, m) for m in _KNOWN_FORWARDS):
+        # accelerate leaves the class's own on the instance when it takes its hooks off.
+        if forward is None or isinstance(forward, OwnForward) or forward == type(module).forward.__get__(module):
+            continue
+        if any(hasattr(module, mark) for mark in _KNOWN_FORWARDS):
             continue
         return (
             "a forward of its own, set on the instance, that an absorbed step would not call: remove it "
