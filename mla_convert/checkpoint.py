@@ -7,7 +7,7 @@ import difflib
 import hashlib
 import os
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from mla_convert.architectures import Family, LayerSpec, extra_layers, find_fami
 from mla_convert.errors import CheckpointError, FormatError
 from mla_convert.folders import Layout, Stored, find_tensors, open_folder, read_config
 from mla_convert.formats import count_nonfinite, refuse_nonfinite, refuse_overflow
+from mla_convert.hub import HubPath
 from mla_convert.integrity import check_layers
 from mla_convert.paths import path_of, reading
 from mla_convert.quantization_config import parse_quantization
@@ -144,6 +145,12 @@ class Checkpoint:
         """Bytes of a tensor as stored, with everything that belongs to it."""
         tensors = [self._find(each) for each in (name, *self.companions(name))]
         return sum(torch.Size(tensor.shape).numel() * tensor.dtype.itemsize for tensor in tensors)
+
+    def bytes_to_fetch(self, names: Iterable[str]) -> int:
+        """Bytes that reading these tensors brings from the hub, to stay; none for folders, and what was read before."""
+        tensors = [self._find(each) for name in names for each in (name, *self.companions(name))]
+        places = {(piece.file, piece.start, piece.nbytes) for tensor in tensors for piece in tensor.pieces}
+        return sum(file.missing(start, nbytes) for file, start, nbytes in places if isinstance(file, HubPath))
 
     def source_dtype(self, name: str) -> torch.dtype:
         """Dtype of the logical weight: the config's for one stored in codes, else the stored one."""

@@ -213,6 +213,12 @@ def convert(
     push: Annotated[
         str | None, typer.Option(metavar="ORG/NAME", help="A new repository on the hub that gets what was written.")
     ] = None,
+    base_model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ORG/NAME", help="The model's name on the hub, for the card, where SOURCE does not say it."
+        ),
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check and plan everything, write nothing.")] = False,
     json: JsonTarget = None,
 ) -> None:
@@ -227,7 +233,7 @@ def convert(
     forms = {"form": form, "qk": qk, "vo": vo}
     targets = {"target": target, "parts": parts, "link": link}
     codes = {"quantize": quantize, "qk_bits": qk_bits, "vo_bits": vo_bits, "group_size": group_size}
-    costs = {"calibrate": calibrate, "measure": measure, "push": push}
+    costs = {"calibrate": calibrate, "measure": measure, "push": push, "base_model": base_model}
     options = {"dtype": dtype, "workers": workers, "device": device, "resume": resume, "dry_run": dry_run}
     with output.progress("layers") as progress:
         report = run(source, out, progress=progress, world=world, **forms, **codes, **costs, **targets, **options)  # type: ignore[arg-type]
@@ -247,6 +253,9 @@ def _show_conversion(output: console.Output, report: ConversionReport) -> None:
         "read": format_bytes(report.bytes_in),
         "to be written" if report.dry_run else "written": f"{format_bytes(report.bytes_out)} in {report.stored_as}",
         "free on the disk": format_bytes(report.bytes_free),
+        **(
+            {"kept of what is read": f"{format_bytes(report.bytes_kept)} in {report.kept_in}"} if report.kept_in else {}
+        ),
         "time": f"{report.seconds:.2f} s",
     }
     if report.largest_error is not None:

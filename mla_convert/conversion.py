@@ -20,6 +20,7 @@ from mla_convert.hub_snapshots import local_folder
 from mla_convert.manifest import Manifest
 from mla_convert.manifest_reading import read_manifest
 from mla_convert.order import Order, order_layout, order_sidecar, order_standalone
+from mla_convert.origin import origin_of
 from mla_convert.paths import path_of
 from mla_convert.placing import check_link, place
 from mla_convert.publishing import Publisher
@@ -58,6 +59,7 @@ def convert(
     measure: bool = False,
     max_shard_bytes: int | None = None,
     push: str | None = None,
+    base_model: str | None = None,
     world: World | None = None,
 ) -> ConversionReport:
     """Precompute the absorbed weights of a checkpoint and store them beside it, or in a folder of their own.
@@ -85,7 +87,8 @@ def convert(
     several processes share this one call, each of which makes it (:func:`mla_convert.ranks.launched` reads it from
     torchrun's environment).
 
-    ``push`` names a repository on the hub, ``org/name``, which is made and gets what was written.
+    ``push`` names a repository on the hub, ``org/name``, which is made and gets what was written. ``base_model`` is the
+    name on the hub that the model card gives the model, where neither ``source`` nor its config says it.
 
     The same source and options give the same bytes, whatever the workers, the processes and the interruptions.
 
@@ -110,17 +113,19 @@ def convert(
             f"{source} is a repository on the hub, which is read in parts and not written to; give a folder of its own "
             "as OUT, or download the model first: hf download"
         )
+    common: dict[str, Any] = {"max_shard_bytes": max_shard_bytes, "dry_run": dry_run}
+    common["origin"] = origin_of(checkpoint, base_model)
     if target in ("hf", "native"):
-        order = order_layout(checkpoint, target, folder, parts=parts, max_shard_bytes=max_shard_bytes, dry_run=dry_run)
+        order = order_layout(checkpoint, target, folder, parts=parts, **common)
     else:
         planned = plan_layers(checkpoint, wanted, stored_dtype, schemes)
-        common: dict[str, Any] = {"device": where, "max_shard_bytes": max_shard_bytes, "dry_run": dry_run}
-        common["rounder"] = _rounder(checkpoint, calibrate)
+        common |= {"device": where, "rounder": _rounder(checkpoint, calibrate)}
         if target == "standalone":
             order = order_standalone(checkpoint, planned, folder, link=check_link(link), **common)
         else:
             order = order_sidecar(checkpoint, planned, folder, **common)
-    check_space(order.goal.folder, order.space + _SPARE_BYTES - reusable(order.goal.folder))
+    needed = order.space + _SPARE_BYTES - reusable(order.goal.folder)
+    check_space(order.goal.folder, needed, order.kept_in, order.bytes_kept)
     run = Run(order.goal, order.job, resume=resume, world=world)
     manifest: Manifest | None = None
     files: Sequence[str] = ()

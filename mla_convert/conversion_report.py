@@ -61,7 +61,8 @@ class ConversionReport:
     ``out`` is the folder that the files are in, ``target`` what they are. ``dtype`` is that of plain absorbed weights,
     and ``stored_as`` says in words what they are kept in, codes included. ``qk`` and ``vo`` are None where nothing was
     absorbed, only laid out anew. ``bytes_in`` counts the source tensors as stored, ``bytes_out`` the
-    data of the stored ones, and ``bytes_free`` what the disk of ``out`` has left. ``largest_error`` is the largest
+    data of the stored ones, and ``bytes_free`` what the disk of ``out`` has left; ``bytes_kept`` are read
+    from the hub and kept in the folder ``kept_in``. ``largest_error`` is the largest
     rounding error of any tensor, relative to its largest magnitude, and ``largest_error_tensor`` that tensor's name; 0
     and None where every tensor is an exact slice, and None and None for a dry run. ``quantization`` is in
     compressed-tensors' terms, and ``tensors`` has the figures of every coded weight; ``quality`` says what
@@ -79,6 +80,8 @@ class ConversionReport:
     bytes_in: int
     bytes_out: int
     bytes_free: int
+    bytes_kept: int
+    kept_in: str | None
     seconds: float
     largest_error: float | None
     largest_error_tensor: str | None
@@ -126,6 +129,8 @@ def make_report(
         bytes_in=order.bytes_in,
         bytes_out=order.bytes_out,
         bytes_free=free_space(order.goal.folder),
+        bytes_kept=order.bytes_kept,
+        kept_in=None if order.kept_in is None else str(order.kept_in),
         seconds=seconds,
         largest_error=worst.largest_error if worst else None,
         largest_error_tensor=worst.name if worst and worst.largest_error else None,

@@ -78,13 +78,24 @@ def free_space(folder: pathlib.Path) -> int:
     return shutil.disk_usage(_existing(folder)).free
 
 
-def check_space(folder: pathlib.Path, needed: int) -> None:
-    """UsageError where the disk that ``folder`` is on (or will be) has fewer than ``needed`` bytes free."""
+def check_space(folder: pathlib.Path, needed: int, kept: pathlib.Path | None = None, nbytes: int = 0) -> None:
+    """UsageError where a disk has less free than it will get.
+
+    That of ``folder`` (there, or to be made) gets ``needed`` bytes, and that of ``kept``, which may be the same one,
+    the ``nbytes`` that are kept of what is read from the hub.
+    """
     free = free_space(folder)
-    if free < needed:
+    together = kept is not None and _existing(kept).stat().st_dev == _existing(folder).stat().st_dev
+    also = f", and what is read from the hub {format_bytes(nbytes)} in {kept}," if together and nbytes else ""
+    if free < needed + (nbytes if together else 0):
         raise UsageError(
-            f"{folder} needs {format_bytes(needed)} and its disk has {format_bytes(free)} free; free some, or choose "
-            "an OUT on another disk"
+            f"{folder} needs {format_bytes(needed)}{also} and its disk has {format_bytes(free)} free; free some, or "
+            f"choose an OUT on another disk{', or set HF_HOME to a folder on one' if also else ''}"
+        )
+    if kept is not None and not together and (free := free_space(kept)) < nbytes:
+        raise UsageError(
+            f"what is read from the hub is kept in {kept}, needs {format_bytes(nbytes)}, and that disk has "
+            f"{format_bytes(free)} free; free some, or set HF_HOME to a folder on another disk"
         )
 
 

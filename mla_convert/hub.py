@@ -121,6 +121,12 @@ class HubPath(_Path):
         """The whole file in the hub client's cache, if it is there."""
         return in_cache(self.repo_id, self.inside, self.commit)
 
+    def missing(self, start: int, nbytes: int) -> int:
+        """How many of these bytes of the file would have to be fetched."""
+        if self.cached() is not None:
+            return 0
+        return hub_ranges.missing(self.repo_id, self.commit, self.inside, start, nbytes)
+
     def span(self, start: int, nbytes: int) -> bytes | memoryview:
         """Some bytes of the file."""
         with hub_errors(self.repo_id):

@@ -17,7 +17,7 @@ import pathlib
 import re
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from mla_convert.errors import CheckpointError
@@ -63,13 +63,28 @@ def span(repo_id: str, commit: str, name: str, start: int, nbytes: int, size: in
     return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
 
-def _holding(kept: pathlib.Path, place: int) -> tuple[pathlib.Path, int, int] | None:
-    """A kept range that has the byte at ``place``: its file, its first byte, and the first one after it."""
+def missing(repo_id: str, commit: str, name: str, start: int, nbytes: int) -> int:
+    """How many of ``nbytes`` bytes of a file, from ``start`` on, are not kept yet."""
+    kept = folder(repo_id, commit) / name
+    place, end, count = start, start + nbytes, 0
+    for first, last in sorted(found[1:] for found in _ranges(kept)) if kept.is_dir() else ():
+        if place < last and first < end:
+            count += max(0, first - place)
+            place = last
+    return count + max(0, end - place)
+
+
+def _ranges(kept: pathlib.Path) -> Iterator[tuple[pathlib.Path, int, int]]:
+    """Kept ranges: the file of each, its first byte, and the first one after it."""
     for file in kept.iterdir():
         first, _, count = file.name.partition("-")
-        if first.isdigit() and count.isdigit() and int(first) <= place < int(first) + int(count):
-            return file, int(first), int(first) + int(count)
-    return None
+        if first.isdigit() and count.isdigit():
+            yield file, int(first), int(first) + int(count)
+
+
+def _holding(kept: pathlib.Path, place: int) -> tuple[pathlib.Path, int, int] | None:
+    """A kept range that has the byte at ``place``."""
+    return next((found for found in _ranges(kept) if found[1] <= place < found[2]), None)
 
 
 def _fetch(repo_id: str, commit: str, name: str, file: pathlib.Path, start: int, nbytes: int, size: int) -> None:

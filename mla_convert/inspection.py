@@ -28,7 +28,7 @@ from mla_convert.quantized import split_name
 from mla_convert.recipe import plan_layers
 from mla_convert.shards import is_readable
 from mla_convert.source_schemes import stands_for
-from mla_convert.storage import AbsorbedCheckpoint
+from mla_convert.storage import AbsorbedCheckpoint, interrupted
 
 
 def inspect_checkpoint(source: str | os.PathLike[str]) -> Inspection:
@@ -39,11 +39,17 @@ def inspect_checkpoint(source: str | os.PathLike[str]) -> Inspection:
     path = open_folder(path_of(source, "SOURCE"))
     problems: list[str] = []
     notes: list[str] = []
-    manifest = None if isinstance(path, HubPath) else _manifest_folder(path)
-    facts = None
-    if manifest is None or is_readable(path / "config.json"):
+    manifest = _manifest_folder(path)
+    unfinished = "" if manifest is not None else interrupted(path)
+    facts = absorbed = None
+    if is_readable(path / "config.json") or not (manifest or unfinished):
         facts = _inspect_source(path, problems, notes)
-    absorbed = None if manifest is None else _inspect_absorbed(manifest, problems)
+    if manifest is not None:
+        absorbed = _inspect_absorbed(manifest, problems)
+    if unfinished:
+        problems.append(unfinished)
+    if manifest is not None and isinstance(path, HubPath):
+        notes.append(f"patch and load take a folder with absorbed weights: hf download {path.repo_id} --local-dir OUT")
     return Inspection(str(path), facts, absorbed, tuple(problems), tuple(notes))
 
 
@@ -137,7 +143,7 @@ def _notes(checkpoint: Checkpoint) -> Iterable[str]:
 
 def _inspect_absorbed(folder: pathlib.Path, problems: list[str]) -> AbsorbedFacts | None:
     try:
-        store = AbsorbedCheckpoint.open(folder)
+        store = AbsorbedCheckpoint(folder)
     except MLAConvertError as error:
         problems.append(str(error))
         return None

@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import pathlib
-import re
-from collections.abc import Iterable, Mapping
-from typing import Any
-
-from huggingface_hub import ModelCard
-from yaml import YAMLError  # type: ignore[import-untyped]  # what the hub's reader of cards raises
+from collections.abc import Iterable, Sequence
 
 from mla_convert.absorption import SideReads
-from mla_convert.checkpoint import Checkpoint
-from mla_convert.destination import CARD
-from mla_convert.hub import HubPath
 from mla_convert.manifest import Manifest, StoredLayer
-
-_HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
+from mla_convert.origin import Origin
+from mla_convert.version import __version__
 
 _CARD = """---
 {front}library_name: transformers
@@ -65,6 +55,39 @@ or, where the model is loaded already, `mla_convert.patch(model, "OUT")`.{source
 
 """
 
+_LAYOUT = """---
+{front}library_name: transformers
+tags:
+- mla
+- mla-convert
+---
+
+# {title} in {layout}
+
+The values of the original{of}, unchanged: every number, codes and scales alike, has the bits that it had. They are in
+{layout}, {count}.{notes}{source_card}
+
+{use}
+Written by mla_convert {version}.
+"""
+
+_HF, _NATIVE = "Hugging Face's layout", "DeepSeek's native layout"
+
+_USE_HF = """```python
+from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained("OUT", dtype="auto")  # OUT: this folder
+```
+
+`mla_convert.load("OUT")` loads it as well, and lets it decode in latent space.
+"""
+
+_USE_NATIVE = """\
+DeepSeek's own inference code loads it with one process for each part ({parts}), this folder as its `--ckpt-path`, and
+the `config.json` here as its `--config`. `mla_convert.load("OUT")` loads it into transformers, decoding in latent
+space.
+"""
+
 _RECIPE = """## What is stored
 
 {layers} layers, stored in {dtype}, {coded}. "Numbers read" are the weights of one side that one decode step
@@ -86,25 +109,43 @@ made from another checkpoint are refused.
 """
 
 
-def model_card(manifest: Manifest, checkpoint: Checkpoint) -> str:
-    """The card of absorbed weights made from ``checkpoint``."""
-    return _fill(_CARD, manifest, checkpoint)
+def model_card(manifest: Manifest, origin: Origin) -> str:
+    """The card of absorbed weights made from a model of this origin."""
+    return _fill(_CARD, manifest, origin)
 
 
-def standalone_card(manifest: Manifest, checkpoint: Checkpoint) -> str:
+def standalone_card(manifest: Manifest, origin: Origin) -> str:
     """The card of a whole model with absorbed weights inside."""
-    return _fill(_STANDALONE, manifest, checkpoint)
+    return _fill(_STANDALONE, manifest, origin)
 
 
-def _fill(card: str, manifest: Manifest, checkpoint: Checkpoint) -> str:
-    base = checkpoint.path.repo_id if isinstance(checkpoint.path, HubPath) else _base_model(checkpoint.raw_config)
+def layout_card(target: str, files: Sequence[str], model_type: str, origin: Origin, notes: Sequence[str]) -> str:
+    """The card of the same values in another layout, ``hf`` or ``native``; ``notes`` say what is not as it was."""
+    layout, use = (_HF, _USE_HF) if target == "hf" else (_NATIVE, _USE_NATIVE)
+    return _LAYOUT.format(
+        **_named(origin, model_type),
+        layout=layout,
+        count=f"{len(files)} file{'s' if len(files) > 1 else ''}",
+        notes="".join(f" {note[0].upper()}{note[1:]}." for note in notes),
+        use=use.format(parts=len(files)),
+        version=__version__,
+    )
+
+
+def _named(origin: Origin, model_type: str) -> dict[str, str]:
+    return {
+        "front": origin.front(),
+        "of": f" of {origin.base}" if origin.base else "",
+        "title": origin.base or f"A model of type {model_type}",
+        "source_card": " The original's own card is `README.source.md`." if origin.has_card else "",
+    }
+
+
+def _fill(card: str, manifest: Manifest, origin: Origin) -> str:
     forms = dict.fromkeys(tensor.form for tensor in manifest.source.tensors.values() if tensor.form is not None)
     return (card + _RECIPE).format(
-        front=_front(base, checkpoint.path),
-        of=f" of {base}" if base else "",
-        title=base or f"A model of type {manifest.source.model_type}",
-        source_card=" The original's own card is `README.source.md`." if (checkpoint.path / CARD).is_file() else "",
-        original=base or "SOURCE",
+        **_named(origin, manifest.source.model_type),
+        original=origin.base or "SOURCE",
         model_type=manifest.source.model_type,
         layers=len(manifest.layers),
         dtype=manifest.dtype if manifest.dtype != "mixed" else "the dtypes that the manifest lists",
@@ -127,32 +168,6 @@ def _coded(manifest: Manifest) -> str:
         return "not quantized"
     which = ", ".join(f"`{module}` {scheme}" for module, scheme in coded)
     return f"quantized with the names and the packing of compressed-tensors: {which}"
-
-
-def _front(base: str | None, source: pathlib.Path) -> str:
-    """The first lines of the card: the model it goes with, and the licence that the source's own card names."""
-    lines = {"base_model": base} | _licence(source / CARD)
-    return "".join(f"{key}: {_scalar(value)}\n" for key, value in lines.items() if value)
-
-
-def _scalar(value: str) -> str:
-    """A text in YAML: bare where it cannot mean anything else."""
-    return value if re.fullmatch(r"[A-Za-z][\w./-]*", value) else json.dumps(value)
-
-
-def _licence(card: pathlib.Path) -> dict[str, str | None]:
-    try:
-        data: Any = ModelCard(card.read_text("utf-8"), ignore_metadata_errors=True).data
-    except (OSError, ValueError, YAMLError):
-        return {}
-    keys = ("license", "license_name", "license_link")
-    return {key: data.get(key) for key in keys if isinstance(data.get(key), str)}
-
-
-def _base_model(raw_config: Mapping[str, Any]) -> str | None:
-    """The hub id that the config says it was loaded from; a path on somebody's machine is not one."""
-    name = raw_config.get("_name_or_path")
-    return name if isinstance(name, str) and _HUB_ID.fullmatch(name) else None
 
 
 def _rows(layers: tuple[StoredLayer, ...]) -> Iterable[str]:

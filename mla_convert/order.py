@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import pathlib
 from collections.abc import Mapping, Sequence
@@ -10,17 +11,18 @@ from typing import Any
 
 import torch
 
-from mla_convert import export
+from mla_convert import export, hub_ranges
 from mla_convert.checkpoint import Checkpoint
 from mla_convert.coding import Rounder, nearest
 from mla_convert.destination import CARD, CONFIG, FOLDER, INDEX, MANIFEST, Goal, destination
 from mla_convert.errors import UsageError
 from mla_convert.hub import HubPath
 from mla_convert.manifest import Manifest
-from mla_convert.model_card import model_card, standalone_card
+from mla_convert.model_card import layout_card, model_card, standalone_card
 from mla_convert.native import hf_config, is_native_config
 from mla_convert.native_export import native_config
-from mla_convert.placing import companions, same_disk
+from mla_convert.origin import Origin
+from mla_convert.placing import companions, needs_copies
 from mla_convert.recipe import PlannedLayer
 from mla_convert.run import Job
 from mla_convert.sidecar import index_text, sidecar_job
@@ -33,7 +35,7 @@ class Order:
     """A conversion of ``checkpoint`` into ``target``.
 
     ``planned`` are the layers whose absorbed weights are stored. ``linked`` and ``copied`` are files of the source that
-    come along, by the names they get.
+    come along, by the names they get; ``takes_copies`` says that what is to be linked has to be copied here.
     """
 
     checkpoint: Checkpoint
@@ -41,10 +43,12 @@ class Order:
     goal: Goal
     job: Job
     watch: Watch
+    origin: Origin
     planned: Sequence[PlannedLayer] = ()
     linked: Mapping[str, pathlib.Path] = dataclasses.field(default_factory=dict)
     copied: Mapping[str, pathlib.Path] = dataclasses.field(default_factory=dict)
     link: str = "auto"
+    takes_copies: bool = False
     notes: tuple[str, ...] = ()
 
     @property
@@ -62,10 +66,19 @@ class Order:
         return made + self._copied_bytes()
 
     def _copied_bytes(self) -> int:
-        copied = [*self.copied.values()]
-        if self.link == "copy" or (self.link == "auto" and not same_disk(self.checkpoint.path, self.goal.folder)):
-            copied += self.linked.values()
+        copied = [*self.copied.values(), *(self.linked.values() if self.takes_copies else ())]
         return sum(file.stat().st_size for file in copied)
+
+    @property
+    def kept_in(self) -> pathlib.Path | None:
+        """Where what is read from the hub is kept; None for a source on a disk."""
+        path = self.checkpoint.path
+        return hub_ranges.folder(path.repo_id, path.commit) if isinstance(path, HubPath) else None
+
+    @functools.cached_property
+    def bytes_kept(self) -> int:
+        """Bytes that are fetched from the hub and stay on this machine (:mod:`mla_convert.hub_ranges`)."""
+        return self.checkpoint.bytes_to_fetch(name for layer in self.planned for name in layer.sources)
 
     @property
     def space(self) -> int:
@@ -78,7 +91,7 @@ class Order:
             prefix = f"{FOLDER}/" if self.target == "standalone" else ""
             texts = {
                 prefix + INDEX: index_text(self.job.files),
-                prefix + CARD: model_card(manifest, self.checkpoint),
+                prefix + CARD: model_card(manifest, self.origin),
                 prefix + MANIFEST: manifest.to_json(),
             }
             if self.target == "sidecar" and (self.goal.folder / CARD).exists():
@@ -86,11 +99,15 @@ class Order:
             if self.target == "sidecar":
                 return texts
             config = (self.checkpoint.path / CONFIG).read_text("utf-8")
-            return texts | {CARD: standalone_card(manifest, self.checkpoint), CONFIG: config}
+            return texts | {CARD: standalone_card(manifest, self.origin), CONFIG: config}
         if self.target == "hf":
             index = {export.HF_INDEX: export.hf_index(self.job.files)}
-            return index | {CONFIG: _text(_hf_config(self.checkpoint))}
-        return {CONFIG: _text(_native_config(self.checkpoint))}
+            return index | self._card() | {CONFIG: _text(_hf_config(self.checkpoint))}
+        return self._card() | {CONFIG: _text(_native_config(self.checkpoint))}
+
+    def _card(self) -> dict[str, str]:
+        files, model_type = [file.name for file in self.job.files], str(self.checkpoint.config["model_type"])
+        return {CARD: layout_card(self.target, files, model_type, self.origin, self.notes)}
 
 
 def order_sidecar(
@@ -98,6 +115,7 @@ def order_sidecar(
     planned: Sequence[PlannedLayer],
     out: pathlib.Path,
     *,
+    origin: Origin,
     device: torch.device,
     max_shard_bytes: int | None,
     dry_run: bool,
@@ -111,7 +129,7 @@ def order_sidecar(
     notes: tuple[str, ...] = ()
     if (goal.folder / CARD).exists():
         notes = (f"{goal.folder} already has a {CARD}; it was left as it is, and no model card was written",)
-    return Order(checkpoint, "sidecar", goal, job, watch, planned, notes=notes)
+    return Order(checkpoint, "sidecar", goal, job, watch, origin, planned, notes=notes)
 
 
 def order_standalone(
@@ -119,6 +137,7 @@ def order_standalone(
     planned: Sequence[PlannedLayer],
     out: pathlib.Path,
     *,
+    origin: Origin,
     device: torch.device,
     max_shard_bytes: int | None,
     link: str,
@@ -140,7 +159,8 @@ def order_standalone(
     linked = {file: checkpoint.path / file for file in watch.stamps}
     index = checkpoint.path / export.HF_INDEX
     copied = companions(checkpoint.path) | ({export.HF_INDEX: index} if index.exists() else {})
-    return Order(checkpoint, "standalone", goal, job, watch, planned, linked, copied, link)
+    copies = link == "copy" or needs_copies(linked.values(), goal.folder, link)
+    return Order(checkpoint, "standalone", goal, job, watch, origin, planned, linked, copied, link, copies)
 
 
 def order_layout(
@@ -148,6 +168,7 @@ def order_layout(
     target: str,
     out: pathlib.Path,
     *,
+    origin: Origin,
     parts: int | None,
     max_shard_bytes: int | None,
     dry_run: bool,
@@ -158,7 +179,7 @@ def order_layout(
     watch = Watch(checkpoint, checkpoint.names())
     if target == "hf":
         job = export.hf_job(checkpoint, watch, max_shard_bytes or export.MODEL_SHARD_BYTES)
-        return Order(checkpoint, target, goal, job, watch, copied=companions(checkpoint.path))
+        return Order(checkpoint, target, goal, job, watch, origin, copied=companions(checkpoint.path))
     export.refuse_unsaid_formats(checkpoint)
     _native_config(checkpoint)
     job, left = export.native_job(checkpoint, watch, parts or 1)
@@ -168,7 +189,8 @@ def order_layout(
             f"{len(left)} tensors were left out, which DeepSeek's inference code does not load (layers for multi-token "
             "prediction, and stored frequencies)",
         )
-    return Order(checkpoint, target, goal, job, watch, copied=companions(checkpoint.path, code=False), notes=notes)
+    copied = companions(checkpoint.path, code=False)
+    return Order(checkpoint, target, goal, job, watch, origin, copied=copied, notes=notes)
 
 
 def _refuse_hub(checkpoint: Checkpoint, target: str) -> None:

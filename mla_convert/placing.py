@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import pathlib
+import secrets
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from mla_convert.destination import CARD, CONFIG, FOLDER, Goal, disk_errors
 from mla_convert.errors import OutputError, UsageError
-from mla_convert.remains import part, stamp
+from mla_convert.remains import INCOMPLETE, part, stamp
 
 LINKS = ("auto", "hard", "reflink", "copy")
 #: Where the source's own card goes in a folder that has one of its own.
@@ -45,10 +47,18 @@ def companions(source: pathlib.Path, *, code: bool = True) -> dict[str, pathlib.
     return found
 
 
-def same_disk(source: pathlib.Path, folder: pathlib.Path) -> bool:
-    """Whether files of ``source`` can have a second name in ``folder`` (which need not be there yet)."""
+def needs_copies(files: Iterable[pathlib.Path], folder: pathlib.Path, link: str) -> bool:
+    """Whether ``files`` have to be copied to get into ``folder``, which need not be there yet.
+
+    Tried with the first of them, under a name that is removed at once: disks differ in what they allow. OutputError
+    where ``link`` asks for what cannot be.
+    """
     there = next(path for path in (folder, *folder.parents) if path.exists())
-    return source.stat().st_dev == there.stat().st_dev
+    trial = there / f"{INCOMPLETE}.{secrets.token_hex(4)}"
+    try:
+        return not all(_share(file.resolve(), trial, link) for file in itertools.islice(files, 1))
+    finally:
+        trial.unlink(missing_ok=True)
 
 
 def place(goal: Goal, files: Mapping[str, pathlib.Path], link: str) -> Iterator[str]:
@@ -66,27 +76,34 @@ def place(goal: Goal, files: Mapping[str, pathlib.Path], link: str) -> Iterator[
 
 
 def _place(source: pathlib.Path, target: pathlib.Path, link: str) -> None:
+    if not _share(source, target, link):
+        shutil.copyfile(source, target)
+        shutil.copystat(source, target)
+
+
+def _share(source: pathlib.Path, target: pathlib.Path, link: str) -> bool:
+    """Put ``source`` at ``target`` without a copy of its data; whether that was allowed, and could be done."""
     if link in ("auto", "hard"):
         try:
             os.link(source, target)
-            return
+            return True
         except OSError as error:
             if link == "hard":
                 raise OutputError(
-                    f"{source} cannot be linked to {target} ({error.strerror}); use link auto or copy"
+                    f"{source} cannot be linked into {target.parent} ({error.strerror}); use link auto or copy"
                 ) from error
     if link in ("auto", "reflink"):
         try:
             _reflink(source, target)
-            return
+            return True
         except OSError as error:
             target.unlink(missing_ok=True)
             if link == "reflink":
                 raise OutputError(
-                    f"{source} cannot share its blocks with {target} ({error.strerror}); use link auto or copy"
+                    f"{source} cannot share its blocks with a file in {target.parent} ({error.strerror}); use link "
+                    "auto or copy"
                 ) from error
-    shutil.copyfile(source, target)
-    shutil.copystat(source, target)
+    return False
 
 
 def _reflink(source: pathlib.Path, target: pathlib.Path) -> None:

@@ -198,16 +198,23 @@ def _find(folder: pathlib.Path) -> pathlib.Path:
             return place
     if not folder.is_dir():
         raise SidecarError(f"{folder} is not a folder; give one that `mla-convert convert SOURCE OUT` has written")
-    for place in places:
-        if (place / INCOMPLETE).is_dir():
-            raise SidecarError(
-                f"{place} holds an interrupted conversion ({INCOMPLETE}) and no complete weights; run the same "
-                "conversion again, it goes on from there"
-            )
+    if words := interrupted(folder):
+        raise SidecarError(words)
     raise SidecarError(
         f"{folder} holds no absorbed weights (no {MANIFEST}, neither there nor in {FOLDER}/); make them with "
         "`mla-convert convert SOURCE OUT`"
     )
+
+
+def interrupted(folder: pathlib.Path) -> str:
+    """What to say of a run that did not end in ``folder``, or ``mla_absorbed`` in it; nothing where there is none."""
+    for place in (folder, folder / FOLDER):
+        if (place / INCOMPLETE).is_dir():
+            return (
+                f"{place} holds an interrupted conversion ({INCOMPLETE}) and no complete weights; run the same "
+                "conversion again, it goes on from there"
+            )
+    return ""
 
 
 def _read(file: pathlib.Path) -> bytes:

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import pathlib
 import shutil
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -246,6 +247,24 @@ def test_model_card_names_the_base_model_where_the_config_does(
     card = (tmp_path / "out/README.md").read_text()
     assert (f"\nbase_model: {name}\n" in card) == known
     assert known or str(name) not in card.replace("model", "") or name == "model"
+
+
+@pytest.mark.parametrize("target", ["sidecar", "standalone", "hf", "native"])
+def test_the_card_of_every_target(
+    example_path: pathlib.Path, tmp_path: pathlib.Path, invoke: Callable[..., Any], target: str
+) -> None:
+    """A name given on the command line; parts, what was left out, and how to load it are said."""
+    name = "deepseek-ai/DeepSeek-V3"
+    parts = ["--parts", "2"] if target == "native" else []
+    arguments = ["convert", example_path, tmp_path / "out", "--target", target, "--base-model", name, *parts]
+    assert invoke(*arguments).exit_code == 0
+    card = (tmp_path / "out/README.md").read_text()
+    assert card.startswith(f"---\nbase_model: {name}\n") and "{" not in card
+    assert ("every number, codes and scales alike, has the bits that it had" in card) == (target in ("hf", "native"))
+    loads = {"native": "one process for each part (2)", "hf": 'from_pretrained("OUT"'}
+    assert loads.get(target, "OUT") in card
+    result = invoke("convert", example_path, tmp_path / "other", "--base-model", "/home/me/model")
+    assert result.exit_code == 2 and "is no name of a model on the hub; give org/name" in result.stderr
 
 
 # --- what is refused

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import errno
 import io
 import json
@@ -21,14 +22,15 @@ from hub_server import COMMIT, Hub, serve
 from huggingface_hub import constants
 
 import mla_convert
+from mla_convert import destination, hub_ranges
 from mla_convert import hub as hub_module
-from mla_convert import hub_ranges
 from mla_convert.checkpoint import Checkpoint
 from mla_convert.conversion import convert
 from mla_convert.errors import CheckpointError, UsageError
 from mla_convert.hub import HubPath
 from mla_convert.hub_snapshots import local_folder
 from mla_convert.inspection import inspect_checkpoint
+from mla_convert.units import format_bytes
 
 NAME = "org/example"
 
@@ -401,6 +403,71 @@ def test_a_full_disk(
     result = invoke("convert", NAME, tmp_path / "out")
     assert result.exit_code == 2 and "the disk is full" in result.stderr and "HF_HOME" in result.stderr
     assert result.stderr.count("\n") == 1
+
+
+def test_inspect_of_absorbed_weights_on_the_hub(
+    hub: Hub, tmp_path: pathlib.Path, example_path: pathlib.Path, invoke: Callable[..., Any]
+) -> None:
+    convert(example_path, tmp_path / "absorbed", vo="fused")
+    hub.repositories["org/absorbed"] = tmp_path / "absorbed"
+    result = invoke("inspect", "org/absorbed", "--json", "-")
+    report = json.loads(result.stdout)
+    assert (result.exit_code, report["source"], report["problems"]) == (0, None, [])
+    local = json.loads(json.dumps(inspect_checkpoint(tmp_path / "absorbed").to_dict()))["absorbed"]
+    assert report["absorbed"] == local | {"folder": f"org/absorbed@{COMMIT}"}
+    assert "hf download org/absorbed" in report["notes"][0]
+
+
+def test_cards_name_the_repository_whatever_is_written(hub: Hub, tmp_path: pathlib.Path) -> None:
+    """Whole folders are made of the client's snapshot, and so are codes that are measured or calibrated."""
+    huggingface_hub.snapshot_download(NAME)
+    for number, target in enumerate(("standalone", "hf", "native")):
+        convert(NAME, tmp_path / target, target=target)
+        card = (tmp_path / target / "README.md").read_text()
+        assert f"---\nbase_model: {NAME}\nlicense: mit\n" in card, target
+        assert (tmp_path / target / "README.source.md").is_file() and "README.source.md" in card
+        assert number == 0 or f"The values of the original of {NAME}, unchanged" in card
+    snapshot = local_folder(pathlib.Path(NAME))
+    convert(snapshot, tmp_path / "of-snapshot")
+    assert f"base_model: {NAME}\n" in (tmp_path / "of-snapshot/README.md").read_text()
+    # a card of ours hands the name on, somebody else's card names what its own model was made from
+    convert(tmp_path / "native", tmp_path / "back", target="hf")
+    assert f"base_model: {NAME}\n" in (tmp_path / "back/README.md").read_text()
+
+
+@pytest.mark.slow
+def test_a_measured_sidecar_names_the_repository(hub: Hub, tmp_path: pathlib.Path) -> None:
+    huggingface_hub.snapshot_download(NAME)
+    convert(NAME, tmp_path / "out", quantize="int8", measure=True)
+    assert f"---\nbase_model: {NAME}\nlicense: mit\n" in (tmp_path / "out/README.md").read_text()
+
+
+def test_space_for_what_is_kept_of_the_hub(
+    hub: Hub, tmp_path: pathlib.Path, invoke: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is counted on its own disk, or with OUT where both are on one; what is kept already is not."""
+    plan = convert(NAME, tmp_path / "out", form="fused", dry_run=True)
+    # headers came with the beginnings of files, in which a tensor may stand in part
+    assert 0.9 * plan.bytes_in < plan.bytes_kept <= plan.bytes_in
+    assert plan.kept_in is not None and plan.kept_in.startswith(str(tmp_path / "assets"))
+    result = invoke("convert", NAME, tmp_path / "out", "--form", "fused", "--dry-run")
+    for words in ("free on the disk", "kept of what is read", f"{format_bytes(plan.bytes_kept)} in"):
+        assert words in result.stdout
+    usage = collections.namedtuple("usage", "total used free")
+    free = plan.bytes_out + plan.bytes_kept // 2 + (1 << 20)
+    monkeypatch.setattr(destination.shutil, "disk_usage", lambda path: usage(10**12, 0, free))
+    with pytest.raises(UsageError, match=r"out needs .* and what is read from the hub .* in .*assets.* HF_HOME"):
+        convert(NAME, tmp_path / "out", form="fused")
+    other = pathlib.Path("/proc")  # a disk of its own, to stand for the cache's
+    monkeypatch.setattr(destination, "_existing", lambda path: other if "assets" in str(path) else tmp_path)
+    frees = {other: plan.bytes_kept - 1, tmp_path: 10**9}
+    monkeypatch.setattr(destination.shutil, "disk_usage", lambda path: usage(10**12, 0, frees[path]))
+    with pytest.raises(UsageError, match=r"what is read from the hub is kept in .*assets.* set HF_HOME"):
+        convert(NAME, tmp_path / "out", form="fused")
+    assert not (tmp_path / "out").exists()
+    frees[other] += 1
+    convert(NAME, tmp_path / "out", form="fused")
+    assert convert(NAME, tmp_path / "again", form="fused", dry_run=True).bytes_kept == 0
 
 
 def test_inspect_reads_headers_alone(hub: Hub, invoke: Callable[..., Any]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from coded import FORMS, write_coded
+from interruptions import killed
 from spoiling import KV_B, cut, edit, only, remove, single, write
 from variants import attention_weights, config_v3, write_checkpoint
 
@@ -84,6 +85,20 @@ def test_a_checkpoint_with_absorbed_weights_inside(tmp_path: pathlib.Path) -> No
     found = inspect_checkpoint(tmp_path)
     assert found.source is not None and found.absorbed is not None and found.sound
     assert found.absorbed.folder == str(tmp_path / "mla_absorbed")
+
+
+def test_an_interrupted_conversion(tmp_path: pathlib.Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alone in its folder, and inside the checkpoint that it was made of."""
+    source = tmp_path / "source"
+    single(source)
+    for number, out in enumerate((tmp_path / "out", source)):
+        with monkeypatch.context() as patch:
+            killed(source, out, patch, 12)
+        result = invoke("inspect", out, "--json", "-")
+        report = json.loads(result.stdout)
+        assert result.exit_code == 1 and (report["source"] is None) == (number == 0)
+        (problem,) = report["problems"]
+        assert "holds an interrupted conversion" in problem and "run the same conversion again" in problem
 
 
 PROBLEMS: dict[str, tuple[Callable[[pathlib.Path], object], str]] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import pathlib
 import shutil
@@ -118,14 +119,38 @@ def test_links_that_cannot_be(
 
     monkeypatch.setattr(os, "link", refuse)
     monkeypatch.setattr(placing, "_reflink", refuse)
-    with pytest.raises(OutputError, match=r"cannot be linked to .* \(Invalid cross-device link\); use link auto or"):
+    with pytest.raises(OutputError, match=r"cannot be linked into .* \(Invalid cross-device link\); use link auto or"):
         convert(source, tmp_path / "hard", target="standalone", link="hard")
     with pytest.raises(OutputError, match=r"cannot share its blocks with .*; use link auto or copy"):
         convert(source, tmp_path / "reflink", target="standalone", link="reflink")
+    plan = convert(source, tmp_path / "auto", target="standalone", dry_run=True)
+    assert plan.bytes_out > sum(file.stat().st_size for file in source.glob("*.safetensors"))  # they have to be copied
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["source"]
     convert(source, tmp_path / "auto", target="standalone")
     assert not (tmp_path / "auto/model-00001-of-00003.safetensors").samefile(
         source / "model-00001-of-00003.safetensors"
     )
+
+
+def test_shared_blocks(example_path: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system with reflinks, whose one call is answered here by a copy: no space is counted for it."""
+    calls = []
+
+    def clone(target: int, request: int, source: int) -> int:
+        calls.append(request)
+        os.sendfile(target, source, 0, os.fstat(source).st_size)
+        return 0
+
+    monkeypatch.setattr(fcntl, "ioctl", clone)
+    plan = convert(example_path, tmp_path / "out", target="standalone", link="reflink", dry_run=True)
+    weights = sorted(example_path.glob("*.safetensors"))
+    assert plan.bytes_out < sum(file.stat().st_size for file in weights)
+    convert(example_path, tmp_path / "out", target="standalone", link="reflink")
+    assert calls == [0x40049409] * (2 + len(weights))  # FICLONE; one trial for each call
+    for file in weights:
+        made = tmp_path / "out" / file.name
+        assert not file.samefile(made) and file.read_bytes() == made.read_bytes()
+        assert file.stat().st_mtime_ns == made.stat().st_mtime_ns
 
 
 def test_layers_for_multi_token_prediction_are_in_a_standalone_folder(tmp_path: pathlib.Path) -> None:
