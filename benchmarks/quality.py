@@ -4,7 +4,10 @@
 
 The checkpoint that ships with the package, in float32, factored, over all of its held-out text in windows of 256
 tokens: 64 at once, then one per step. Each configuration is compared with the original model position by position;
-those with a limit must keep to it, or the script exits with 1. Steps are timed in turns, one sequence, at the end.
+those with a limit must keep to it, or the script exits with 1. Beside it stand the bytes of the weights as they are
+stored, the bytes that a model in float32 and one in bfloat16 hold of them, those of a cached token, and the time of a
+step in both, one sequence, all configurations in turns, at the end. All windows take about ten minutes on
+two quiet cores.
 """
 
 from __future__ import annotations
@@ -26,14 +29,17 @@ import torch
 from transformers import DynamicCache
 
 import mla_convert
+from mla_convert.checkpoint import Checkpoint
 from mla_convert.machine import describe_machine
 from mla_convert.patches.layer import layer_of
 from mla_convert.patches.loading import load_original
 from mla_convert.prompts import read_prompts
 from mla_convert.quality import PREFILL, Quality, Windows, coded_projections, cut_windows, measure, read
+from mla_convert.quantization import quantize
 from mla_convert.quiet import no_loading_bars
-from mla_convert.schemes import parse_schemes
+from mla_convert.schemes import Scheme, parse_schemes
 
+DTYPES = (torch.float32, torch.bfloat16)
 EXAMPLE = pathlib.Path(mla_convert.__file__).parent / "example"
 RESULT = pathlib.Path(__file__).parent / "results" / "quality.json"
 
@@ -75,14 +81,20 @@ CONFIGURATIONS = [
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A configuration's figures: bytes of the absorbed weights, of the cache per token, and a step's milliseconds."""
+    """A configuration's figures.
+
+    ``stored_bytes`` are those of the sidecar's tensors (of ``kv_b_proj``'s codes where nothing is absorbed);
+    ``weight_bytes``, ``cache_bytes_per_token`` (of one layer, room to grow included) and ``step_ms`` are of the model
+    by its dtype.
+    """
 
     name: str
     quality: Quality
-    weight_bytes: int
-    cache_bytes_per_token: float
+    stored_bytes: int
     limit: float | None
-    step_ms: float = 0.0
+    weight_bytes: dict[str, int]
+    cache_bytes_per_token: dict[str, float]
+    step_ms: dict[str, float] = dataclasses.field(default_factory=dict)
 
     @property
     def kept(self) -> bool:
@@ -90,24 +102,32 @@ class Row:
         return self.limit is None or self.quality.mean_kl <= self.limit
 
 
-@contextlib.contextmanager
-def configured(model: Any, configuration: Configuration) -> Iterator[None]:
-    """``model`` as the configuration has it, for the length of a ``with`` block."""
+def schemes_of(given: dict[str, Any]) -> tuple[Scheme | None, Scheme | None]:
+    """The schemes of both sides by ``convert``'s options."""
+    return parse_schemes(given.get("quantize"), given.get("qk_bits"), given.get("vo_bits"), given.get("group_size"))
+
+
+def prepare(configuration: Configuration, folder: pathlib.Path) -> tuple[pathlib.Path | None, int]:
+    """The sidecar of a configuration, if it has one, and the bytes that its weights are stored in."""
+    checkpoint = Checkpoint.open(EXAMPLE)
+    rows = [checkpoint.weight(spec.kv_b, torch.float32) for spec in checkpoint.layers]
     if configuration.unabsorbed is not None:
-        given = configuration.unabsorbed
-        schemes = parse_schemes(
-            given.get("quantize"), given.get("qk_bits"), given.get("vo_bits"), given.get("group_size")
-        )
-        with coded_projections(model, *schemes):
-            yield
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        out = None
-        if configuration.convert is not None:
-            out = pathlib.Path(folder) / "out"
-            mla_convert.convert(EXAMPLE, out, **({"form": "factored", "dtype": "float32"} | configuration.convert))
-        with mla_convert.patched(model, out, **({"form": "factored"} | configuration.patch)):
-            yield
+        scheme = schemes_of(configuration.unabsorbed)[0]
+        assert scheme is not None
+        coded = [quantize(weight, scheme) for weight in rows]
+        return None, sum(part.nbytes for one in coded for part in one.parts().values())
+    if configuration.convert is None:
+        return None, sum(weight.nbytes for weight in rows)
+    out = folder / configuration.name.replace(" ", "-")
+    options = {"form": "factored", "dtype": "float32"} | configuration.convert
+    return out, mla_convert.convert(EXAMPLE, out, **options).bytes_out
+
+
+def configured(model: Any, configuration: Configuration, sidecar: pathlib.Path | None) -> Any:
+    """A context manager: ``model`` as the configuration has it."""
+    if configuration.unabsorbed is not None:
+        return coded_projections(model, *schemes_of(configuration.unabsorbed))
+    return mla_convert.patched(model, sidecar, **({"form": "factored"} | configuration.patch))
 
 
 def weight_bytes(model: Any) -> int:
@@ -154,31 +174,37 @@ class Steps:
 
 @torch.inference_mode()
 def compare(configurations: list[Configuration], windows: Windows, repetitions: int) -> list[Row]:
-    """Measure every configuration on its own copy of the model; then time the steps of all in turns."""
+    """Measure every configuration on its own copies of the model; then time the steps of all in turns."""
     with no_loading_bars():
-        original = load_original(EXAMPLE, dtype=torch.float32)
-    reference = read(original, windows)
-    rows, steps = [], []
+        originals = {str(dtype).removeprefix("torch."): load_original(EXAMPLE, dtype=dtype) for dtype in DTYPES}
+    reference = read(originals["float32"], windows)
+    rows: list[Row] = []
+    steps: dict[tuple[int, str], Steps] = {}
     with contextlib.ExitStack() as stack:
-        for configuration in configurations:
-            model = copy.deepcopy(original)
-            stack.enter_context(configured(model, configuration))
-            quality = measure(reference, read(model, windows), windows)
-            steps.append(Steps(model, windows.ids))
-            row = Row(configuration.name, quality, weight_bytes(model), steps[-1].bytes_per_token, configuration.limit)
-            rows.append(row)
-            print(line(row), flush=True)
-        times: list[list[float]] = [[] for _ in steps]
+        folder = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        for number, configuration in enumerate(configurations):
+            sidecar, stored = prepare(configuration, folder)
+            models = {name: copy.deepcopy(original) for name, original in originals.items()}
+            for name, model in models.items():
+                stack.enter_context(configured(model, configuration, sidecar))
+                steps[number, name] = Steps(model, windows.ids)
+            quality = measure(reference, read(models["float32"], windows), windows)
+            weights = {name: weight_bytes(model) for name, model in models.items()}
+            cached = {name: steps[number, name].bytes_per_token for name in models}
+            rows.append(Row(configuration.name, quality, stored, configuration.limit, weights, cached))
+            print(line(rows[-1]), flush=True)
+        times: dict[tuple[int, str], list[float]] = {key: [] for key in steps}
         for _ in range(repetitions):
-            for one, mine in zip(steps, times, strict=True):
-                mine.append(one.step())
-    medians = [statistics.median(mine) * 1e3 for mine in times]
-    return [dataclasses.replace(row, step_ms=ms) for row, ms in zip(rows, medians, strict=True)]
+            for key, one in steps.items():
+                times[key].append(one.step())
+    for (number, name), mine in times.items():
+        rows[number].step_ms[name] = statistics.median(mine) * 1e3
+    return rows
 
 
 HEADER = (
     f"{'configuration':<36} {'mean KL':>9} {'median':>9} {'p99':>9} {'experts':>8} {'perplexity':>10} "
-    f"{'weights kB':>10} {'cache B/tok':>11} {'limit':>8}"
+    f"{'stored kB':>9} {'float32 kB':>10} {'bfloat16 kB':>11} {'cache B/tok':>11} {'limit':>8}"
 )
 
 
@@ -188,7 +214,8 @@ def line(row: Row) -> str:
     limit = "" if row.limit is None else f"{row.limit:.1e}{'' if row.kept else ' BROKEN'}"
     return (
         f"{row.name:<36} {found.mean_kl:9.2e} {found.median_kl:9.2e} {found.p99_kl:9.2e} {found.changed_experts:8d} "
-        f"{found.perplexity:10.4f} {row.weight_bytes / 1e3:10.1f} {row.cache_bytes_per_token:11.0f} {limit:>8}"
+        f"{found.perplexity:10.4f} {row.stored_bytes / 1e3:9.1f} {row.weight_bytes['float32'] / 1e3:10.1f} "
+        f"{row.weight_bytes['bfloat16'] / 1e3:11.1f} {row.cache_bytes_per_token['float32']:11.0f} {limit:>8}"
     )
 
 
@@ -208,9 +235,12 @@ def main() -> None:
     )
     print(HEADER)
     rows = compare(chosen, windows, args.repetitions)
-    print("milliseconds per step, one sequence, history 256, in turns:")
+    print("milliseconds per step, one sequence, history 256, in turns; bytes stored, and of a cached token in a layer:")
     for row in rows:
-        print(f"{row.name:<36} {row.step_ms:9.3f}")
+        each = ", ".join(
+            f"{name} {row.step_ms[name]:7.3f} ms {row.cache_bytes_per_token[name]:5.0f} B" for name in row.step_ms
+        )
+        print(f"{row.name:<36} {row.stored_bytes / 1e3:9.1f} kB, {each}")
     result = {
         "machine": dataclasses.asdict(describe_machine(torch.device("cpu"))),
         "windows": len(windows.ids),

@@ -2,7 +2,9 @@
 
 transformers' ``DynamicLayer`` copies the whole history whenever a token is appended. Here one buffer has room to
 grow, so that appending writes one row; and since latent and rotary key lie side by side, the CPU kernel reads them as
-one key without a copy. Several layers may share a buffer after ``fork``: the first append of each makes it its own.
+one key without a copy. An append that finds no room left copies all rows into a buffer a quarter larger, and both are
+there until it is done; a fixed capacity avoids that. Several layers may share a buffer after ``fork``: the first append
+of each makes it its own.
 """
 
 from __future__ import annotations
