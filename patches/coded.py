@@ -37,6 +37,7 @@ _WORDS = {
 #: weight dequantized once; figures in ``benchmarks/NOTES.md``. What is not named is dequantized once.
 CPU_PRODUCTS: dict[tuple[str, str], str] = {
     ("int8", "key"): INT8,
+    ("int8", "value"): INT8,
     ("int8", "fused"): INT8,
     ("int4", "value"): INT4,
     ("int4", "fused"): INT4,
@@ -146,11 +147,12 @@ class CodedProjection(nn.Module):
         scales = self.scales.view(self.heads, self.rows)
         if self.over_rows:
             # Scales belong to what is summed: they are folded into the rows.
-            share, whole = _share(scales, 1 << 7, dim=1)
+            share, whole = _share(scales, 1 << 7, dim=1, dtype=rows.dtype)
             rows = (rows * share[:, None]).to(rows.dtype)
             return self._int8(rows, whole.expand(-1, self.columns))
-        share, whole = _share(scales[..., None], 1 << 7, dim=2)
-        return self._int8(rows, share[..., 0]).mul_(whole.transpose(1, 2))
+        # Scales of the result multiply it; a power of two keeps sums of codes within float16.
+        sums = self._int8(rows, rows.new_full(scales.shape, 2**-7))
+        return (sums * (scales * 2**7)[:, None]).to(rows.dtype)
 
     def _int8(self, rows: Tensor, scales: Tensor) -> Tensor:
         # The product reads scales one behind the other, whatever their strides.
@@ -158,7 +160,7 @@ class CodedProjection(nn.Module):
         return torch.stack([torch.ops.aten._weight_int8pack_mm(x, codes, scale) for x, codes, scale in each])
 
     def _int4_product(self, rows: Tensor) -> Tensor:
-        share, whole = _share(self.scales.view(self.heads, self.rows, -1), 1 << 3, dim=2)
+        share, whole = _share(self.scales.view(self.heads, self.rows, -1), 1 << 3, dim=2, dtype=rows.dtype)
         scales = _scales_and_zeros(share, rows.dtype)
         each = zip(rows.unbind(0), self.codes.unbind(0), scales.unbind(0), strict=True)
         return torch.stack([self._int4(x, codes, scale) for x, codes, scale in each]).mul_(whole.transpose(1, 2))
@@ -168,11 +170,14 @@ class CodedProjection(nn.Module):
         return out
 
 
-def _share(scales: Tensor, reach: int, dim: int) -> tuple[Tensor, Tensor]:
-    """Scales as shares of a power of two, at most 1 / ``reach``, and that power, by which products are multiplied.
+def _share(scales: Tensor, reach: int, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Scales as a product takes them in ``dtype``, and by what its result is multiplied.
 
-    Products take scales in the activations' dtype; float16 would lose the small ones. A power of two it holds exactly.
+    float16 would lose small scales: there they are shares of a power of two, at most 1 / ``reach``. Other dtypes hold
+    them as they are, and a step is short enough for the difference to count.
     """
+    if dtype != torch.float16:
+        return scales, torch.ones_like(scales.narrow(dim, 0, 1))
     whole = torch.exp2(torch.ceil(torch.log2(scales.amax(dim=dim, keepdim=True) * reach)))
     return scales / whole, whole
 
