@@ -27,7 +27,7 @@ from mla_convert.patches.refusals import add_refusals, remove_refusals
 from mla_convert.patches.selection import METHOD, KeptSelection
 from mla_convert.patches.sidecar import Asked, Sidecar
 from mla_convert.patches.sources import check_fusable, check_readable, check_whole
-from mla_convert.patches.versions import check_transformers
+from mla_convert.patches.versions import check_sparse, check_transformers
 from mla_convert.patches.weights import query_name
 from mla_convert.recipe import parse_forms
 
@@ -172,6 +172,7 @@ def patch(
     modules = attention_modules(model)
     _check_unpatched(model, modules)
     parts = [module for _, module in modules]
+    check_sparse(parts)
     family = family_of(model, parts, allow_unknown=allow_unknown)
     sidecar = None if absorbed is None else Sidecar(absorbed)
     original = _config_of(modules)._attn_implementation

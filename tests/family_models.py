@@ -10,10 +10,13 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import older
 import torch
 import transformers
 from models import YARN
 from transformers import CONFIG_MAPPING, DynamicCache, PreTrainedModel
+
+from mla_convert.patches import versions
 
 #: A prefill, then one token and three at a time; more tokens than any indexer chooses and any window holds.
 SIZES = [9, 1, 1, 3, 1, 1]
@@ -192,6 +195,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+
+
+#: Those that the installed transformers has, and whose indexers read masks rightly; all, in the newest.
+AVAILABLE = [
+    name
+    for name, (_, values) in MODELS.items()
+    if name in CONFIG_MAPPING and (older.RELEASE >= versions.SPARSE or "index_topk" not in values)
+]
 
 
 def make(model_type: str, *, attn: str | None = None, seed: int = 0, **changes: Any) -> PreTrainedModel:

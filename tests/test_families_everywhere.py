@@ -15,7 +15,6 @@ from patching import BOUND
 from transformers import DynamicCache, StaticCache
 
 import mla_convert
-from mla_convert.architectures import FAMILIES
 
 CACHES: dict[str, Any] = {
     "dynamic": DynamicCache,
@@ -26,7 +25,7 @@ CACHES: dict[str, Any] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("attn", ["sdpa", "eager"])
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", family_models.AVAILABLE)
 @torch.inference_mode()
 def test_every_cache_and_threshold(model_type: str, attn: str) -> None:
     model: Any = family_models.make(model_type)
@@ -45,7 +44,7 @@ def test_every_cache_and_threshold(model_type: str, attn: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", family_models.AVAILABLE)
 def test_verified_from_its_folder(model_type: str, tmp_path: pathlib.Path) -> None:
     family_models.make(model_type).save_pretrained(tmp_path / "source")
     mla_convert.convert(tmp_path / "source", tmp_path / "out")

@@ -16,7 +16,6 @@ from patching import BOUND, layers, steps
 from transformers import CompileConfig, PreTrainedModel, StaticCache
 
 import mla_convert
-from mla_convert.architectures import FAMILIES
 from mla_convert.kernels import torch_decode
 
 FORMS = [{}, pytest.param({"form": "fused"}, marks=pytest.mark.slow)]
@@ -117,7 +116,7 @@ def compiled_run(model: PreTrainedModel) -> tuple[torch.Tensor, tuple[int, int],
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", family_models.AVAILABLE)
 @torch.no_grad()
 def test_every_family_s_step_compiles_as_it_did(model_type: str) -> None:
     """As many graphs and breaks (other parts of a model may have some) as unpatched, with our operator in them."""

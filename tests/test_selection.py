@@ -19,7 +19,11 @@ from mla_convert.kernels import torch_decode
 from mla_convert.patches import attention, layer
 from mla_convert.patches.selection import chosen, fold
 
-SPARSE = "deepseek_v32 glm_moe_dsa axk2 hy_v4 hy_v4_vl dots3_note glm5_next mistral_large4".split()
+SPARSE = [
+    name
+    for name in "deepseek_v32 glm_moe_dsa axk2 hy_v4 hy_v4_vl dots3_note glm5_next mistral_large4".split()
+    if name in family_models.AVAILABLE
+]
 make = functools.cache(family_models.make)
 
 

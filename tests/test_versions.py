@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import family_models
 import models
 import pytest
 
@@ -39,6 +40,21 @@ def test_a_release_that_lacks_what_is_imported(tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
     found = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert found.stdout.startswith("transformers 4.46.0 is installed; supported are 5.16 and later 5.x: pip install")
+
+
+def test_sparse_attention_needs_a_later_release(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, plain = family_models.make("glm_moe_dsa"), models.deepseek_v3()
+    for version, fine in (("5.16.0", False), ("5.23.2", False), ("5.24.0", True)):
+        monkeypatch.setattr(versions.transformers, "__version__", version)
+        with mla_convert.patched(plain):
+            pass
+        if fine:
+            mla_convert.patch(model)
+        else:
+            with pytest.raises(
+                PatchError, match=f'{version} is installed, whose sparse .*install "transformers>=5.24,<6"'
+            ):
+                mla_convert.patch(model)
 
 
 @pytest.mark.parametrize("version", ["5.16.0", "5.16.1", "5.24.0", "5.30.0.dev0", "5.100.2"])

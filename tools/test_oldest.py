@@ -14,10 +14,11 @@ import test_all
 
 ROOT = test_all.ROOT
 RECORD = ROOT / "benchmarks" / "results" / "test_oldest.md"
-#: Tests that run patched models. Those of single families and kinds of caches need releases that have them; those of
-#: ``LatentCache`` compare it with the installed release's caches, whose ``reset`` was another in the oldest.
+#: Tests that run patched models, of the families that the release has. Those of ``LatentCache`` alone compare it with
+#: the installed release's caches, whose ``reset`` was another in the oldest.
 SUBJECTS = (
-    "patch* freshness generate generate_threads generate_training masks adapters offload quantized_projections versions"
+    "patch* freshness generate* masks adapters offload quantized_projections versions families sidecar storage "
+    "coded_sidecar cache_models parallel"
 )
 
 
