@@ -12,10 +12,11 @@ import pytest
 import torch
 from generation import Outcome, Subject, check_patched, check_same, generated, small, trained
 from patching import BOUND, steps
-from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache, cache_utils
+from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 from transformers.cache_utils import (
     DynamicLayer,
     DynamicSlidingWindowLayer,
+    Fp8QuantizedLayer,
     QuantizedLayer,
     StaticLayer,
     StaticSlidingWindowLayer,
@@ -60,10 +61,9 @@ CACHES: dict[str, Callable[[PreTrainedModel], Cache]] = {
     "static": lambda model: StaticCache(config=model.config, max_cache_len=60),
     "sliding": every(lambda: DynamicSlidingWindowLayer(sliding_window=9)),
     "static-sliding": every(lambda: StaticSlidingWindowLayer(max_cache_len=60, sliding_window=9)),
+    "fp8": every(Fp8QuantizedLayer),
     "grouped-codes": every(GroupedLayer),
 }
-if hasattr(cache_utils, "Fp8QuantizedLayer"):  # not in the oldest release
-    CACHES["fp8"] = every(cache_utils.Fp8QuantizedLayer)
 
 
 @pytest.mark.parametrize("kind", CACHES)
