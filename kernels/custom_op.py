@@ -9,7 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mla_convert.kernels.announcing import announce
 from mla_convert.kernels.arguments import DecodeArguments, LatentScale
+from mla_convert.kernels.tracing import being_traced
 
 
 @torch.library.custom_op("mla_convert::absorbed_decode", mutates_args=())
@@ -41,7 +43,9 @@ def _shapes(q_latent: Tensor, *_: object) -> tuple[Tensor, Tensor]:
 
 
 def run_backend(backend: str, args: DecodeArguments) -> tuple[Tensor, Tensor]:
-    """Run checked arguments on a backend by its name, "triton" or "torch"."""
+    """Run checked arguments on a backend by its name, "triton" or "torch"; said in the log, once."""
+    if not being_traced():
+        announce("absorbed decode", backend, args.q_latent.device)
     if backend == "triton":
         from mla_convert.kernels import triton_decode
 

@@ -22,6 +22,14 @@ import triton.language as tl
 #: Below any logit that float32 can hold in practice, and still finite: differences of two are not NaN.
 _LOWEST = tl.constexpr(-3.0e38)
 _LN2 = tl.constexpr(0.6931471805599453)
+#: Numbers that change while a text is generated. Triton would compile a kernel anew whenever one becomes, or ceases to
+#: be, 1 or a multiple of 16; strides that loads depend on are given in units instead (``LATENT_UNIT``, ``ROPE_UNIT``).
+CHANGING = (
+    "kv_len", "q_len", "count", "parts", "latent_s0", "latent_s1", "rope_s0", "rope_s1", "scale_s0", "scale_s1",
+    "mask_s0", "mask_s1", "table_s0",
+)  # fmt: skip
+#: Tensors of which single numbers are read: where in memory they begin makes no difference.
+ANYWHERE = ("kv_lens", "mask", "block_table", "indices", "latent_scale", "sinks")
 
 
 @triton.jit
@@ -32,7 +40,13 @@ def _numbers(codes, FORM: tl.constexpr, dtype: tl.constexpr):
     """
     if FORM == "fp8" or FORM == "fp8fnuz":
         # e4m3 placed into float16's fields is the value times 2 ** -8 (2 ** -7 for fnuz): exact, subnormals too.
-        bits = ((codes & 0x80).to(tl.uint16) << 8) | ((codes & 0x7F).to(tl.uint16) << 7)
+        wide = codes.to(tl.uint16)
+        bits = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
+        if FORM == "fp8":
+            # NaN is 0x7F with any sign: one more overflows into the exponent's highest bit, which makes it NaN again.
+            bits = bits | ((((wide & 0x7F) + 1) & 0x80) << 7)
+        else:
+            bits = tl.where(wide == 0x80, 0x7E00, bits).to(tl.uint16)
         numbers = bits.to(tl.float16, bitcast=True)
     else:
         numbers = codes
@@ -89,8 +103,9 @@ def _join_sink(log_sum, sink):
     """Log-sum-exp with one more logit, and what share of the result the rest keeps."""
     higher = tl.maximum(tl.maximum(log_sum, sink), _LOWEST)
     total = tl.exp(log_sum - higher) + tl.exp(sink - higher)
-    joint = tl.where(total > 0, higher + tl.log(tl.where(total > 0, total, 1.0)), -float("inf"))
-    kept = tl.where(total > 0, tl.exp(log_sum - higher) / tl.where(total > 0, total, 1.0), 0.0)
+    some = total != 0  # so that a NaN stays one
+    joint = tl.where(some, higher + tl.log(tl.where(some, total, 1.0)), -float("inf"))
+    kept = tl.where(some, tl.exp(log_sum - higher) / tl.where(some, total, 1.0), 0.0)
     return joint, kept
 
 
@@ -136,7 +151,7 @@ def _places(p_table, b, start, position, there, BN: tl.constexpr, PAGE: tl.const
 
 
 # fmt: off
-@triton.jit
+@triton.jit(do_not_specialize=CHANGING, do_not_specialize_on_alignment=ANYWHERE)
 def part_kernel(
     q_latent, q_rope,  # [B, S, H, C] and [B, S, H, R], contiguous
     latent, k_rope,  # [B or pages, T or page, C] and [..., R]
@@ -144,9 +159,9 @@ def part_kernel(
     kv_lens, mask, block_table, indices, latent_scale, sinks,
     scale,  # of the logits, times log2(e)
     kv_len, q_len, heads, count,  # T, S, H and K
-    latent_s0, latent_s1, latent_s2, rope_s0, rope_s1, rope_s2,
+    latent_s0, latent_s1, latent_s2, rope_s0, rope_s1, rope_s2,  # the first two in units
     scale_s0, scale_s1, scale_s2, mask_s0, mask_s1, mask_s2, table_s0,
-    C: tl.constexpr, R: tl.constexpr,
+    C: tl.constexpr, R: tl.constexpr, LATENT_UNIT: tl.constexpr, ROPE_UNIT: tl.constexpr,
     W: tl.constexpr, PIECES: tl.constexpr, BC: tl.constexpr, BP: tl.constexpr,
     BR: tl.constexpr, BN: tl.constexpr, SPLIT: tl.constexpr,
     PAGE: tl.constexpr,  # tokens in a page, 0 without pages
@@ -181,6 +196,8 @@ def part_kernel(
     r_in = r < R
     if R > 0:
         qr = tl.load(q_rope + flat_row[:, None] * R + r[None, :], mask=r_in[None, :], other=0.0)
+    latent_outer, latent_inner = latent_s0.to(tl.int64) * LATENT_UNIT, latent_s1.to(tl.int64) * LATENT_UNIT
+    rope_outer, rope_inner = rope_s0.to(tl.int64) * ROPE_UNIT, rope_s1.to(tl.int64) * ROPE_UNIT
     p_indices = indices + sequence.to(tl.int64) * count
     p_table = block_table + b * table_s0
     p_mask = mask + b * mask_s0 + last_token.to(tl.int64) * mask_s1
@@ -193,7 +210,7 @@ def part_kernel(
         if HAS_MASK:
             counts = there & (tl.load(p_mask + position.to(tl.int64) * mask_s2, mask=there, other=0) != 0)
         outer, inner = _places(p_table, b, start, position, there, BN, PAGE, HAS_INDICES)
-        at = outer * latent_s0 + inner * latent_s1
+        at = outer * latent_outer + inner * latent_inner
         p_factors = latent_scale + outer * scale_s0 + inner * scale_s1
         k = ()
         factors = ()
@@ -211,7 +228,7 @@ def part_kernel(
             else:
                 s = _scores(qi, k[i], s, TRANSPOSED, PRECISION)  # [BR, BN], or [BN, BR]
         if R > 0:
-            rope_at = outer * rope_s0 + inner * rope_s1
+            rope_at = outer * rope_outer + inner * rope_inner
             r_there = there[:, None] & r_in[None, :]
             kr = tl.load(k_rope + rope_at[:, None] + r[None, :] * rope_s2, mask=r_there, other=0.0)  # [BN, BP]
             s = _scores(qr, kr.to(qr.dtype), s, TRANSPOSED, PRECISION)
@@ -234,31 +251,34 @@ def part_kernel(
         acc = moved
         top = new_top
 
-    some = total > 0
+    some = total != 0  # so that a NaN stays one
     norm = tl.where(some, 1.0 / tl.where(some, total, 1.0), 0.0)
     log_sum = tl.where(some, (top + tl.log2(tl.where(some, total, 1.0))) * _LN2, -float("inf"))
     row_in = row < rows_here
     if SINGLE and HAS_SINKS:
         sink = tl.load(sinks + row % heads, mask=row_in, other=0.0).to(tl.float32)
-        log_sum, kept = _join_sink(log_sum, sink)
-        norm = norm * kept
+        log_sum, share = _join_sink(log_sum, sink)
     target = (sequence.to(tl.int64) * tl.num_programs(1) + part) * rows_here + row
     tl.store(lse + target, log_sum, mask=row_in)
     for i in tl.static_range(PIECES):
         c, c_in = _columns(i, C, W, BC)
         place = out + _along_rows(target, TRANSPOSED) * C + _along_tokens(c, TRANSPOSED)
-        result = (acc[i] * _along_rows(norm, TRANSPOSED)).to(out.dtype.element_ty)
+        result = acc[i] * _along_rows(norm, TRANSPOSED)
+        if SINGLE and HAS_SINKS:
+            # In join_kernel's order, so that the bits do not depend on how many parts the cache has room for.
+            result = result * _along_rows(share, TRANSPOSED)
+        result = result.to(out.dtype.element_ty)
         tl.store(place, result, mask=_along_tokens(c_in, TRANSPOSED) & _along_rows(row_in, TRANSPOSED))
 
 
 # fmt: off
-@triton.jit
+@triton.jit(do_not_specialize=CHANGING, do_not_specialize_on_alignment=ANYWHERE)
 def join_kernel(
     parts_out, parts_lse,  # [sequences, parts, rows, C] and [sequences, parts, rows] of part_kernel
     out, lse,  # [sequences, rows, C] and [sequences, rows]
     kv_lens, sinks,
     kv_len, q_len, heads, count, parts,
-    C: tl.constexpr, BC: tl.constexpr, BPARTS: tl.constexpr, SPLIT: tl.constexpr,
+    C: tl.constexpr, BC: tl.constexpr, SPLIT: tl.constexpr,
     PER_TOKEN: tl.constexpr, HAS_LENS: tl.constexpr, HAS_INDICES: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):
     """One row: its parts joined by their log-sum-exp; only parts that the sequence reaches are read."""
@@ -268,11 +288,13 @@ def join_kernel(
     rows_here = tl.num_programs(0)
     _, _, _, limit = _extent(kv_lens, sequence, kv_len, q_len, PER_TOKEN, HAS_LENS)
     used = tl.cdiv(tl.maximum(count if HAS_INDICES else limit, 0), SPLIT)
-    part = tl.arange(0, BPARTS)
     base = sequence.to(tl.int64) * parts * rows_here + row
-    lses = tl.load(parts_lse + base + part.to(tl.int64) * rows_here, mask=part < used, other=-float("inf"))
-    top = tl.max(lses, axis=0)
-    some = top > -float("inf")
+    top = -float("inf")
+    at = base
+    for _ in range(0, used):
+        top = tl.maximum(top, tl.load(parts_lse + at))
+        at += rows_here
+    shift = tl.where(top > -float("inf"), top, 0.0)
     c = tl.arange(0, BC)
     acc = tl.zeros([BC], dtype=tl.float32)
     # Added one after the other: a tree's order would depend on how many parts the cache has room for.
@@ -280,10 +302,11 @@ def join_kernel(
     at = base
     for _ in range(0, used):
         part_lse = tl.load(parts_lse + at)
-        weight = tl.where(part_lse > -float("inf"), tl.exp(part_lse - tl.where(some, top, 0.0)), 0.0)
+        weight = tl.where(part_lse != -float("inf"), tl.exp(part_lse - shift), 0.0)
         total += weight
         acc += weight * tl.load(parts_out + at * C + c, mask=c < C, other=0.0)
         at += rows_here
+    some = total != 0
     log_sum = tl.where(some, top + tl.log(tl.where(some, total, 1.0)), -float("inf"))
     kept = 1.0
     if HAS_SINKS:

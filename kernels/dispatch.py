@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
-import logging
 import os
 
 import torch
@@ -13,11 +11,12 @@ from mla_convert.errors import UsageError
 from mla_convert.kernels.arguments import DecodeArguments, LatentScale, check
 from mla_convert.kernels.custom_op import run_backend, run_compiled
 from mla_convert.kernels.dense import describe_host
+from mla_convert.kernels.device import OLDEST_CAPABILITY, too_old
 from mla_convert.kernels.tracing import being_traced
 
-logger = logging.getLogger(__name__)
-
 BACKENDS = ("auto", "triton", "torch")
+#: Scales per token that the Triton kernel takes: each group of numbers has products of its own when it is compiled.
+MOST_SCALES = 32
 
 
 _INSTALLED = importlib.util.find_spec("triton") is not None
@@ -33,42 +32,72 @@ def _interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def choose_backend(backend: str, device: torch.device, latent_dtype: torch.dtype | None = None) -> str:
+def obstacle(
+    device: torch.device,
+    latent_dtype: torch.dtype | None = None,
+    query_dtype: torch.dtype | None = None,
+    scales: int = 1,
+) -> str | None:
+    """What of a call the Triton kernel does not take, in words; None where it takes everything.
+
+    Args:
+        latent_dtype, query_dtype: as the tensors have them; None where they are not known, or like any other.
+        scales: of one token.
+    """
+    if latent_dtype == torch.uint8:
+        return "latents in int4 (an int8 or FP8 cache can be read)"
+    if query_dtype == torch.float64:
+        return "float64"
+    if scales > MOST_SCALES:
+        return f"{scales} scales per token ({MOST_SCALES} at most)"
+    if too_old(device):
+        return f"{device}, a GPU older than compute capability {'.'.join(map(str, OLDEST_CAPABILITY))}"
+    return None
+
+
+def choose_backend(
+    backend: str,
+    device: torch.device,
+    latent_dtype: torch.dtype | None = None,
+    query_dtype: torch.dtype | None = None,
+    scales: int = 1,
+) -> str:
     """The backend that will run on ``device``: "triton" or "torch".
 
-    ``backend`` is one of :data:`BACKENDS`. "auto" takes Triton on CUDA and ROCm devices where it is installed, unless
-    the latent is in a form that it does not read (int4), and PyTorch everywhere else.
+    ``backend`` is one of :data:`BACKENDS`. "auto" takes Triton on CUDA and ROCm devices where it is installed and the
+    call has no :func:`obstacle`, and PyTorch everywhere else.
 
     Raises:
         UsageError: for a name that is not known, or a backend that was asked for and cannot run there.
     """
     if backend not in BACKENDS:
         raise UsageError(f"backend {backend!r} is not known; choose one of {', '.join(BACKENDS)}")
-    if backend == "triton":
-        if not has_triton():
-            raise UsageError("backend='triton' needs the triton package: pip install triton, or use backend='torch'")
-        if device.type != "cuda" and not _interpreted():
-            raise UsageError(f"backend='triton' runs on CUDA and ROCm devices, found {device}; use 'auto' or 'torch'")
-        return "triton"
-    if backend == "auto" and device.type == "cuda" and has_triton() and latent_dtype != torch.uint8:
-        return "triton"
-    return "torch"
+    if backend == "torch" or (backend == "auto" and (device.type != "cuda" or not has_triton())):
+        return "torch"
+    found = obstacle(device, latent_dtype, query_dtype, scales)
+    if backend == "auto":
+        return "triton" if found is None else "torch"
+    if not has_triton():
+        raise UsageError("backend='triton' needs the triton package: pip install triton, or use backend='torch'")
+    if device.type != "cuda" and not _interpreted():
+        raise UsageError(f"backend='triton' runs on CUDA and ROCm devices, found {device}; use 'auto' or 'torch'")
+    if found is not None:
+        raise UsageError(f"backend='triton' does not take {found}; use backend='auto' or 'torch'")
+    return "triton"
 
 
-def describe_backend(backend: str, device: torch.device) -> str:
-    """The choice and what it runs, for ``handle.describe()`` and logs."""
-    name = choose_backend(backend, device)
+def describe_backend(
+    backend: str,
+    device: torch.device,
+    latent_dtype: torch.dtype | None = None,
+    query_dtype: torch.dtype | None = None,
+    scales: int = 1,
+) -> str:
+    """The choice and what it runs, for ``handle.describe()`` and logs; arguments as for :func:`choose_backend`."""
+    name = choose_backend(backend, device, latent_dtype, query_dtype, scales)
     if name == "triton":
         return "triton (interpreted)" if device.type == "cpu" else "triton"
     return f"torch ({describe_host() if device.type == 'cpu' else 'PyTorch matrix products'})"
-
-
-@functools.cache
-def _announce(name: str, device: torch.device) -> None:
-    """Log what runs, once for each backend and device."""
-    logger.info("absorbed decode on %s runs on the %s backend", device, name)
-    if name == "triton" and device.type == "cuda":
-        logger.info("Triton compiles its kernel at the first call of each kind, which takes seconds")
 
 
 def absorbed_decode(
@@ -129,38 +158,11 @@ def absorbed_decode(
 
 def decode(args: DecodeArguments, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`absorbed_decode` for arguments that are known to fit together."""
-    name = choose_backend(backend, args.q_latent.device, args.latent.dtype)
+    scale = args.latent_scale
+    scales = scale.shape[2] if isinstance(scale, torch.Tensor) and scale.dim() == 3 else 1
+    name = choose_backend(backend, args.q_latent.device, args.latent.dtype, args.q_latent.dtype, scales)
     if being_traced():
         # PyTorch's products on an accelerator are left to the compiler; everything else is one operator to it.
         on_host = args.q_latent.device.type == "cpu"
         return run_compiled(name, args) if name == "triton" or on_host else run_backend(name, args)
-    _announce(name, args.q_latent.device)
     return run_backend(name, args)
-
-
-def warm_up(backend: str, device: torch.device, dtype: torch.dtype, *, heads: int, latent: int, rope: int) -> int:
-    """Run every kind of call that decoding one token makes, so that Triton compiles now and not in the first step.
-
-    Args:
-        heads, latent, rope: H, C and R of the model's attention.
-
-    Returns:
-        How many kinds ran; 0 on the PyTorch backend, which compiles nothing.
-    """
-    if choose_backend(backend, device) != "triton":
-        return 0
-    from mla_convert.kernels.triton_decode import tile_for
-
-    def call(kv_len: int, masked: bool) -> DecodeArguments:
-        rows = torch.zeros(1, kv_len, latent + rope, dtype=dtype, device=device)
-        query = torch.zeros(1, 1, heads, latent + rope, dtype=dtype, device=device)
-        lens = torch.full((1,), kv_len, device=device) if masked else None
-        mask = torch.ones(1, 1, kv_len, dtype=torch.bool, device=device) if masked else None
-        parts = query[..., :latent], query[..., latent:], rows[..., :latent], rows[..., latent:]
-        return DecodeArguments(*parts, 1.0, kv_lens=lens, mask=mask)
-
-    several_parts = tile_for(call(16, False)).split_tokens + 16
-    calls = [call(kv_len, masked) for kv_len in (16, several_parts) for masked in (False, True)]
-    for args in calls:
-        run_backend("triton", args)
-    return len(calls)

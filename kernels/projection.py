@@ -17,8 +17,10 @@ import torch
 from torch import Tensor
 
 from mla_convert.errors import UsageError
-from mla_convert.kernels.device import on_device
+from mla_convert.kernels.announcing import announce
+from mla_convert.kernels.device import on_device, too_old
 from mla_convert.kernels.packed import PackedWeight, dequantize, found
+from mla_convert.kernels.tracing import being_traced
 
 BACKENDS = ("auto", "torch", "triton")
 #: What the kernel computes in; the torch backend takes float64 too.
@@ -77,8 +79,8 @@ def decodes_fp8(arch: str) -> bool:
     return not arch.startswith("gfx") and int(arch.removeprefix("sm_")) >= 89
 
 
-def choose_backend(backend: str, device: torch.device) -> str:
-    """The backend that will run on ``device``: "torch" or "triton".
+def choose_backend(backend: str, device: torch.device, dtype: torch.dtype | None = None) -> str:
+    """The backend that will run on ``device`` for activations in ``dtype``: "torch" or "triton".
 
     Raises:
         UsageError: for an unknown name, or "triton" where it is not installed.
@@ -89,7 +91,8 @@ def choose_backend(backend: str, device: torch.device) -> str:
     if backend == "triton" and not installed:
         raise UsageError("backend 'triton' needs the package triton, which is not installed; use backend 'torch'")
     if backend == "auto":
-        return "triton" if installed and device.type == "cuda" else "torch"
+        taken = dtype in (None, *TRITON_DTYPES) and not too_old(device)
+        return "triton" if installed and device.type == "cuda" and taken else "torch"
     return backend
 
 
@@ -128,7 +131,9 @@ def lift_output(out: Tensor, weight: Weight, *, backend: str = "auto") -> Tensor
 
 def _project(name: str, x: Tensor, weight: Weight, *, over_rows: bool, backend: str) -> Tensor:
     stored_rows, columns = _check(name, x, weight, over_rows)
-    chosen = choose_backend(backend, x.device)
+    chosen = choose_backend(backend, x.device, x.dtype)
+    if not being_traced():
+        announce("per-head products", chosen, x.device)
     width = columns if over_rows else stored_rows
     if x.numel() == 0:
         return x.new_empty(*x.shape[:3], width)

@@ -62,7 +62,8 @@ def columns_of(i_tile, COLUMNS: tl.constexpr, SPAN: tl.constexpr, BC: tl.constex
     return i_span * SPAN + i_tile % TILES_IN_SPAN * BC, tl.minimum((i_span + 1) * SPAN, COLUMNS)
 
 
-@triton.jit
+# Numbers of activations change while a text is generated; their divisors would each compile a kernel of their own.
+@triton.jit(do_not_specialize=("rows", "q_len"))
 def project_heads(
     x,  # [B, S, H, K] activations; K = ROWS or COLUMNS
     codes,  # [H, ROWS, COLUMNS] plain weights or codes (COLUMNS / 2 bytes in int4)

@@ -65,7 +65,7 @@ _TABLE: dict[str, dict[str, tuple[tuple[int, Tile], ...]]] = {
         ),
         "coded": ((16, Tile(16, 32, 8, 2, split_tokens=512, piece=128)), (_ANY, Tile(32, 32, 8, 2, piece=128))),
         "wide": ((_ANY, Tile(16, 32, 8, 2)),),
-        "wide coded": ((_ANY, Tile(16, 32, 8, 2, piece=256)),),
+        "wide coded": ((_ANY, Tile(16, 16, 8, 2, piece=256)),),
     },
     "sm_86": {
         **_FLOAT32,
@@ -93,7 +93,7 @@ _TABLE: dict[str, dict[str, tuple[tuple[int, Tile], ...]]] = {
             (_ANY, Tile(64, 32, 8, 2)),
         ),
         "wide": ((16, Tile(16, 32, 8, 2)), (_ANY, Tile(32, 32, 8, 2))),
-        "wide coded": ((_ANY, Tile(16, 32, 8, 2, piece=256)),),
+        "wide coded": ((_ANY, Tile(16, 16, 8, 2, piece=256)),),
     },
     "sm_100": {
         **_FLOAT32,
@@ -201,7 +201,7 @@ def choose_tile(arch: str, rows: int, latent: int, rope: int, *, query_bytes: in
 
 
 def nearest_arch(major: int, minor: int) -> str:
-    """The table's architecture for a CUDA compute capability: itself, or the newest older one."""
+    """The table's architecture for a CUDA compute capability, 8.0 or newer: itself, or the newest older one."""
     known = sorted((int(name[3:]), name) for name in SHARED_LIMIT if name.startswith("sm_"))
     found = [name for number, name in known if number <= 10 * major + minor]
-    return found[-1] if found else "sm_80"
+    return found[-1]

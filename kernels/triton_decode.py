@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import torch
 import triton
 
-from mla_convert.errors import UsageError
 from mla_convert.kernels.arguments import DecodeArguments
 from mla_convert.kernels.decode_kernel import join_kernel, part_kernel
 from mla_convert.kernels.device import on_device
 from mla_convert.kernels.tiles import INTERPRETED, Tile, choose_tile, nearest_arch, padded, piece_width
 
 _LOG2E = 1.4426950408889634
-#: Scales per token, at most: each group of numbers has products of its own in the compiled kernel.
-MOST_GROUPS = 32
 
 
 def decode(args: DecodeArguments) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute ``absorbed_decode`` from checked arguments.
-
-    Raises:
-        UsageError: for a cache in int4, which this kernel does not read.
-    """
+    """Compute ``absorbed_decode`` from checked arguments, which have none of ``dispatch.obstacle``."""
     if args.q_latent.numel() == 0:
         lse = torch.full(args.q_latent.shape[:3], -torch.inf, device=args.q_latent.device)
         return torch.zeros_like(args.q_latent), lse
@@ -64,13 +58,7 @@ def device_arch(device: torch.device) -> str:
 
 
 def form_of(latent: torch.Tensor) -> str:
-    """How the kernel reads a latent's dtype.
-
-    Raises:
-        UsageError: for int4.
-    """
-    if latent.dtype == torch.uint8:
-        raise UsageError("the Triton backend does not read int4 latents; use backend='torch', or an int8 or FP8 cache")
+    """How the kernel reads a latent's dtype."""
     if latent.dtype == torch.int8:
         return "int8"
     return {torch.float8_e4m3fn: "fp8", torch.float8_e4m3fnuz: "fp8fnuz"}.get(latent.dtype, "plain")
@@ -82,17 +70,13 @@ def _scale_arguments(args: DecodeArguments) -> tuple[torch.Tensor, tuple[int, in
     width = query.shape[3]
     if scale is None:
         return query, (0, 0, 0), 0
-    if not isinstance(scale, torch.Tensor):
-        scale = torch.full((), scale, dtype=torch.float32, device=query.device)
+    if not isinstance(scale, torch.Tensor) or (scale.dim() == 0 and scale.device != query.device):
+        # A fill and not a copy, which from the CPU's ordinary memory could not be captured in a graph.
+        scale = torch.full((), float(scale), dtype=torch.float32, device=query.device)
     if scale.dim() == 0:
-        return scale.to(query.device), (0, 0, 0), width
+        return scale, (0, 0, 0), width
     if scale.dim() == 2:
         return scale, (scale.stride(0), scale.stride(1), 0), width
-    if scale.shape[2] > MOST_GROUPS:
-        raise UsageError(
-            f"latent_scale has {scale.shape[2]} scales per token; the Triton backend reads {MOST_GROUPS} at most; "
-            "use backend='torch'"
-        )
     return scale, (scale.stride(0), scale.stride(1), scale.stride(2)), width // scale.shape[2]
 
 
@@ -143,6 +127,17 @@ def _given(tensor: torch.Tensor | None, other: torch.Tensor) -> torch.Tensor:
     return other if tensor is None else tensor.contiguous()
 
 
+def _unit(strides: tuple[int, ...]) -> int:
+    """The largest power of two, up to 16, that divides a cache's strides: known to the kernel, it makes loads wide."""
+    return math.gcd(16, *strides[:2])
+
+
+def _in_units(strides: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides as ``part_kernel`` takes them: of entries and tokens in units, of numbers as it is."""
+    unit = _unit(strides)
+    return (strides[0] // unit, strides[1] // unit, strides[2])
+
+
 def _strides(name: str, strides: tuple[int, ...]) -> dict[str, int]:
     return {f"{name}_s{i}": stride for i, stride in enumerate(strides)}
 
@@ -154,6 +149,7 @@ def part_arguments(args: DecodeArguments, tile: Tile, division: Division) -> dic
     codes = args.latent.view(torch.uint8) if form.startswith("fp8") else args.latent
     scale, scale_strides, group = _scale_arguments(args)
     piece = piece_width(tile, width, group)
+    rope_strides = args.k_rope.stride() if rope else (0, 0, 0)
     return {
         "q_latent": query,
         "q_rope": args.q_rope.contiguous() if rope else query,
@@ -164,13 +160,15 @@ def part_arguments(args: DecodeArguments, tile: Tile, division: Division) -> dic
         "indices": _given(args.indices, query),
         "latent_scale": scale,
         "scale": args.scale * _LOG2E,
-        **_strides("latent", codes.stride()),
-        **_strides("rope", args.k_rope.stride() if rope else (0, 0, 0)),
+        **_strides("latent", _in_units(codes.stride())),
+        **_strides("rope", _in_units(rope_strides)),
         **_strides("scale", scale_strides),
         **_strides("mask", (0, 0, 0) if mask is None else mask.stride()),
         "table_s0": 0 if table is None else table.shape[1],
         "C": width,
         "R": rope,
+        "LATENT_UNIT": _unit(codes.stride()),
+        "ROPE_UNIT": _unit(rope_strides),
         "W": piece,
         "PIECES": triton.cdiv(width, piece),
         "BC": padded(piece),
@@ -196,7 +194,6 @@ def join_arguments(args: DecodeArguments, tile: Tile, division: Division) -> dic
         "parts": division.parts,
         "C": width,
         "BC": padded(width),
-        "BPARTS": triton.next_power_of_2(division.parts),
         **_common_arguments(args, tile),
     }
 

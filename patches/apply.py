@@ -14,11 +14,12 @@ from transformers import PreTrainedModel
 
 from mla_convert.architectures import Family
 from mla_convert.errors import PatchError, UsageError
-from mla_convert.kernels.dispatch import choose_backend, describe_backend, warm_up
+from mla_convert.kernels.dispatch import choose_backend, describe_backend
 from mla_convert.patches.adapters import unwrapped
 from mla_convert.patches.attention import PREFIX, begin_call, end_call, passed_through, registered_name
 from mla_convert.patches.cache import LatentCache
 from mla_convert.patches.cache_formats import parse_cache
+from mla_convert.patches.cache_rows import code_dtype
 from mla_convert.patches.forms import PLAIN
 from mla_convert.patches.fused import FusedOutput, FusedQuery
 from mla_convert.patches.layer import ATTRIBUTE, AbsorbedLayer, Options, layer_of
@@ -28,6 +29,7 @@ from mla_convert.patches.selection import METHOD, KeptSelection
 from mla_convert.patches.sidecar import Asked, Sidecar
 from mla_convert.patches.sources import check_fusable, check_readable, check_whole
 from mla_convert.patches.versions import check_sparse, check_transformers
+from mla_convert.patches.warming import warm_model
 from mla_convert.patches.weights import query_name
 from mla_convert.recipe import parse_forms
 
@@ -100,7 +102,9 @@ class PatchHandle:
             vo_form="/".join(sorted({layer.forms.vo for layer in layers})),
             weights_from=state.sidecar or _read_through(layers),
             products=_products(layers),
-            backend=describe_backend(state.options.backend, device),
+            backend=describe_backend(
+                state.options.backend, device, code_dtype(state.options.cache_format), layers[0].dtype
+            ),
             prefill_threshold=state.options.prefill_threshold,
             cache=state.options.cache,
             original_attention=state.original,
@@ -115,15 +119,13 @@ class PatchHandle:
                 layer.derive(module)
 
     def warmup(self) -> None:
-        """Compile ahead what the first steps would otherwise compile; the PyTorch backend has nothing to compile."""
-        backend = _state_of(self.model).options.backend
-        layers = _patched_layers(self.model)
-        for g, dtype, device in dict.fromkeys(
-            (layer.geometry, layer.dtype, layer.sources[0].device) for layer in layers
-        ):
-            heads, latent, rope = g.num_heads, g.kv_lora_rank, g.qk_rope_head_dim
-            ran = warm_up(backend, device, dtype, heads=heads, latent=latent, rope=rope)
-            logger.info("warmed up %d kinds of call on %s", ran, device)
+        """Compile ahead what the first steps would otherwise compile; the PyTorch backend has nothing to compile.
+
+        The kernel for the cache that ``patch`` was asked for, and products with a quantized sidecar's weights. A
+        ``PagedLatentCache`` has a kernel of its own for each page size, which its first step compiles.
+        """
+        _state_of(self.model)
+        logger.info("warmed up %d kinds of call", warm_model(self.model))
 
     def unpatch(self) -> None:
         """Give the model back as it was; see :func:`unpatch`."""
@@ -243,11 +245,11 @@ def _check_unpatched(model: Any, modules: Sequence[tuple[str, nn.Module]]) -> No
 def _options(model: Any, backend: str, prefill_threshold: int | str, cache: str) -> Options:
     if not isinstance(model, PreTrainedModel):
         raise UsageError(f"patch takes a transformers model, found {type(model).__name__}")
-    choose_backend(backend, model.device)
+    form = parse_cache(cache)
+    choose_backend(backend, model.device, code_dtype(form), model.dtype)
     whole = isinstance(prefill_threshold, int) and not isinstance(prefill_threshold, bool) and prefill_threshold >= 0
     if not whole and prefill_threshold != "auto":
         raise UsageError(f'prefill_threshold is "auto" or a number of tokens from 0, found {prefill_threshold!r}')
-    form = parse_cache(cache)
     if form is not None and form.coded:
         LatentCache(model.config, format=str(form))  # refuses what no layer of the model could use
     return Options(backend, prefill_threshold, cache)

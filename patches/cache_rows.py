@@ -20,6 +20,11 @@ _ALIGNMENT = 16
 _CODES = {"int8": torch.int8, "int4": torch.uint8, "fp8": torch.float8_e4m3fn}
 
 
+def code_dtype(form: CacheFormat | None) -> torch.dtype | None:
+    """Dtype of a format's codes; None where latents are numbers in the model's."""
+    return None if form is None else _CODES.get(form.kind)
+
+
 def _aligned(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 

@@ -11,6 +11,7 @@ import interpreter  # noqa: F401  # before the kernel: other tests of this proce
 import torch
 
 from mla_convert.kernels.arguments import DecodeArguments
+from mla_convert.kernels.decode_kernel import ANYWHERE, CHANGING
 from mla_convert.kernels.tiles import SHARED_LIMIT, Tile, kind_of, padded, piece_width, shared_bytes, tiles_of
 from mla_convert.kernels.triton_decode import Division, join_arguments, part_arguments
 
@@ -98,21 +99,24 @@ def arguments(problem: Problem, target: str) -> DecodeArguments:
 
 
 def request(function: str, values: dict[str, Any], target: str, **options: Any) -> aot.Request:
-    """A kernel as Triton specialises it for these values: ones are constants, multiples of 16 are known to be."""
+    """A kernel as Triton specialises it for these values: ones are constants, multiples of 16 are known to be.
+
+    Neither holds of what the kernel says not to specialise.
+    """
     signature: dict[str, str] = {}
     constants: dict[str, Any] = {}
     divisible: list[str] = []
     for name, value in values.items():
-        if name.isupper() or (isinstance(value, int) and value == 1):
+        if name.isupper() or (isinstance(value, int) and value == 1 and name not in CHANGING):
             constants[name] = value
         elif isinstance(value, torch.Tensor):
             signature[name] = f"*{TYPES[value.dtype]}"
-            divisible.append(name)
+            divisible += [name] if name not in ANYWHERE else []
         elif isinstance(value, float):
             signature[name] = "fp32"
         else:
             signature[name] = "i32" if abs(value) < 1 << 31 else "i64"
-            divisible += [name] if value % 16 == 0 else []
+            divisible += [name] if value % 16 == 0 and name not in CHANGING else []
     return aot.Request(
         "mla_convert.kernels.decode_kernel", function, target, signature, constants, tuple(divisible), options
     )

@@ -104,7 +104,6 @@ def test_padding() -> None:
 @pytest.mark.parametrize(
     ("capability", "arch"),
     [
-        ((7, 5), "sm_80"),
         ((8, 0), "sm_80"),
         ((8, 6), "sm_86"),
         ((8, 7), "sm_86"),
