@@ -121,6 +121,19 @@ _TABLE: dict[str, dict[str, tuple[tuple[int, Tile], ...]]] = {
         "float32 wide coded": ((_ANY, Tile(16, 16, 4, 1, piece=128, reload_query=True)),),
     },
 }
+_REGISTERS = "decoded numbers and transposed scores do not fit the registers: every such tile spills in the loop"
+#: Why these problems use mma.sync where their architecture has wider instructions: up to this many rows, for this
+#: reason. Everything else uses WGMMA on sm_90, and tcgen05 on sm_100 from 64 rows; the compiler was asked.
+MMA_SYNC: dict[tuple[str, str], tuple[int, str]] = {
+    ("sm_90", "coded"): (32, _REGISTERS),
+    ("sm_90", "wide"): (
+        _ANY,
+        "transposed tiles of 64 tokens in two stages take 315 KB of shared memory, and 64 rows spill in the loop",
+    ),
+    ("sm_90", "wide coded"): (_ANY, _REGISTERS),
+    ("sm_100", "wide"): (_ANY, "64 rows of 1024 numbers take 1,032 columns of tensor memory, of which there are 512"),
+    ("sm_100", "wide coded"): (_ANY, "64 rows of 1024 numbers take more columns of tensor memory than there are"),
+}
 _SAME_AS = {"sm_89": "sm_86", "sm_120": "sm_86", "gfx950": "gfx942"}
 #: What the interpreter runs: small, so that loops and masks are exercised.
 INTERPRETED = Tile(16, 16, 1, 1, split_tokens=64, piece=64)

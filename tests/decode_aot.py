@@ -12,7 +12,8 @@ import torch
 
 from mla_convert.kernels.arguments import DecodeArguments
 from mla_convert.kernels.decode_kernel import ANYWHERE, CHANGING
-from mla_convert.kernels.tiles import SHARED_LIMIT, Tile, kind_of, padded, piece_width, shared_bytes, tiles_of
+from mla_convert.kernels.history import flashmla_views
+from mla_convert.kernels.tiles import MMA_SYNC, SHARED_LIMIT, Tile, kind_of, padded, piece_width, shared_bytes, tiles_of
 from mla_convert.kernels.triton_decode import Division, join_arguments, part_arguments
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -60,6 +61,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "masked": {"page": 0, "masked": True},
     "indices": {"page": 64, "count": 2048},
     "one part": {"page": 0, "kv_len": 256, "sinks": True},
+    "flashmla": {"page": 64},
 }
 
 
@@ -82,6 +84,8 @@ def arguments(problem: Problem, target: str) -> DecodeArguments:
         latent, rope = empty(*rows, problem.latent, dtype=held), empty(*rows, problem.rope)
         scale_shape = {"tensor": (), "token": rows, "group": (*rows, problem.latent // 128)}[spread]
         scale = empty(*scale_shape, dtype=torch.float32)
+        if problem.variant == "flashmla":
+            latent, scale, rope = flashmla_views(empty(*rows, FLASHMLA_ROW, dtype=torch.uint8))
     positions = (batch, shape["q_len"])
     return DecodeArguments(
         empty(*positions, heads, problem.latent),
@@ -163,7 +167,7 @@ def latent_loads(problem: Problem, target: str, tile: Tile) -> int:
 def faults(problem: Problem, target: str, tile: Tile, built: aot.Compiled) -> list[str]:
     """Bars that a compiled tile misses."""
     amd, half = target.startswith("gfx"), problem.dtype != "fp32"
-    wanted = matrix_instruction(target, tile) if half or amd else ""
+    wanted = matrix_instruction(target, problem.kind, rows_of(target, problem.kind, tile)) if half or amd else ""
     bars = {
         "shared memory": built.shared <= SHARED_LIMIT[target],
         "estimate": built.shared <= estimate(problem, target, tile),
@@ -181,13 +185,20 @@ def narrow_is_fine(problem: Problem) -> bool:
     return problem.dtype == "fp32" or problem.kind == "wide coded" or problem.latent < 256
 
 
-def matrix_instruction(target: str, tile: Tile) -> str:
-    """The prefix of the matrix instruction that a tile of 16-bit numbers must compile to."""
+def rows_of(target: str, kind: str, tile: Tile) -> int:
+    """The largest number of rows, of those that the table tells apart, that get a tile: 128 where there is no end."""
+    return max(min(most, 128) for most, chosen in tiles_of(target, kind) if chosen == tile)
+
+
+def matrix_instruction(target: str, kind: str, rows: int) -> str:
+    """The prefix of the matrix instruction that a problem of 16-bit numbers with so many rows must compile to."""
     if target.startswith("gfx"):
         return "v_mfma"
-    if target == "sm_90" and (tile.block_rows >= 64 or tile.transposed):
+    if rows <= MMA_SYNC.get((target, kind), (0, ""))[0]:
+        return "HMMA"
+    if target == "sm_90":
         return "HGMMA"
-    return "UTC" if target == "sm_100" and tile.block_rows >= 64 else "HMMA"
+    return "UTC" if target == "sm_100" and rows >= 64 else "HMMA"
 
 
 def occupancy(target: str, tile: Tile, built: aot.Compiled) -> int:
@@ -218,17 +229,26 @@ def cases(target: str, problem: Problem) -> Iterator[tuple[Problem, Tile]]:
 #: Architectures that share another's tiles.
 LIKE_ANOTHER = ("sm_89", "sm_120", "gfx950")
 FORMATS = ("fp8/tensor", "fp8/token", "fp8/group", "int8/token")
+#: Bytes of a row of FlashMLA's cache: 512 codes, 4 float32 scales, 64 bfloat16 rotary numbers.
+FLASHMLA_ROW = 656
 
 
 def problems(target: str) -> list[Problem]:
     """Every combination that the report covers."""
     found = [Problem(dtype, codes=codes) for dtype in ("bf16", "fp16") for codes in ("plain", *FORMATS)]
     found += [Problem("fp32", wide, 64, codes) for wide in (512, 1024) for codes in ("plain", "fp8/group")]
-    found += [Problem(latent=1024, codes=codes) for codes in ("plain", *FORMATS)]
+    found += [Problem(dtype, 1024, codes=codes) for dtype in ("bf16", "fp16") for codes in ("plain", *FORMATS)]
+    if target != "gfx942":  # whose FP8 numbers are of another kind than FlashMLA's
+        found.append(Problem(codes="fp8/group", variant="flashmla"))
     if target in LIKE_ANOTHER:
         return found
     found += [Problem(latent=wide) for wide in (64, 128, 192, 256)] + [Problem(rope=rope) for rope in (0, 16, 32)]
-    found += [Problem(codes=codes, variant=name) for codes in ("plain", "fp8/group") for name in VARIANTS]
+    found += [
+        Problem(codes=codes, variant=name)
+        for codes in ("plain", "fp8/group")
+        for name in VARIANTS
+        if name != "flashmla"
+    ]
     return list(dict.fromkeys(found))
 
 
@@ -243,6 +263,7 @@ def spread(target: str) -> list[tuple[Problem, Tile]]:
     chosen = []
     for problem, tile in grid(target):
         new = {(tile, problem.dtype), (tile, problem.codes), problem.latent, ("R", problem.rope), problem.variant}
+        new.add((problem.latent, problem.dtype))
         if not new <= seen:
             chosen.append((problem, tile))
             seen |= new

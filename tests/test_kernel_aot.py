@@ -8,7 +8,7 @@ import machine_code
 import pytest
 from decode_aot import Problem
 
-from mla_convert.kernels.tiles import choose_tile
+from mla_convert.kernels.tiles import MMA_SYNC, choose_tile, tiles_of
 
 #: One problem per target for the quick tests, taking turns through formats, variants and row counts.
 QUICK = {
@@ -46,6 +46,31 @@ def test_joining_parts() -> None:
     problem, tile = Problem(), choose_tile("sm_90", 128, 512, 64, query_bytes=2, cache_bytes=2)
     (built,) = aot.compile_all([decode_aot.join_request(problem, "sm_90", tile)], processes=1)
     assert built.spills == 0 and built.shared <= 1024 and built.wide_loads
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", aot.TARGETS)
+def test_joining_parts_for_every_target(target: str) -> None:
+    wanted = []
+    for problem in (Problem(), Problem("fp32", 1024), Problem("fp16", variant="masked"), Problem(variant="indices")):
+        sizes = {"query_bytes": decode_aot.DTYPES[problem.dtype].itemsize, "cache_bytes": problem.cache_bytes}
+        tile = choose_tile(target, 128, problem.latent, problem.rope, **sizes)
+        wanted.append(decode_aot.join_request(problem, target, tile))
+    for built in aot.compile_all(wanted):
+        assert built.spills == 0 and built.shared <= 1024 and built.wide_loads
+
+
+def test_problems_without_wide_instructions_are_named() -> None:
+    """The bar asks by rows, not by what a tile happens to be; what is excused has a reason, and tiles that need it."""
+    for (target, kind), (most, reason) in MMA_SYNC.items():
+        assert len(reason) > 40
+        excused = [tile for rows, tile in tiles_of(target, kind) if min(rows, 128) <= most]
+        assert excused and not any(tile.transposed or tile.block_rows >= 64 for tile in excused)
+    asked = decode_aot.matrix_instruction
+    assert [asked("sm_90", "plain", rows) for rows in (16, 32, 128)] == ["HGMMA"] * 3
+    assert [asked("sm_90", "coded", rows) for rows in (16, 32, 128)] == ["HMMA", "HMMA", "HGMMA"]
+    assert [asked("sm_100", "coded", rows) for rows in (16, 128)] == ["HMMA", "UTC"]
+    assert asked("sm_90", "wide", 128) == asked("sm_100", "wide coded", 128) == asked("sm_80", "plain", 128) == "HMMA"
 
 
 @pytest.mark.slow
