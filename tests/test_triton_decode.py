@@ -152,14 +152,14 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
-@hypothesis.settings(max_examples=30, deadline=None)
+@hypothesis.settings(max_examples=25, deadline=None)
 @hypothesis.given(cases(), st.sampled_from(list(TILES.values())))
 def test_any_case(case: Case, tile: Tile) -> None:
     args = build(case)
     assert_close(args, *launched(args, tile))
 
 
-@hypothesis.settings(max_examples=8, deadline=None)
+@hypothesis.settings(max_examples=5, deadline=None)
 @hypothesis.given(cases())
 def test_permutations_of_heads_and_sequences(case: Case) -> None:
     """Bit-equal: no result depends on its neighbours."""
@@ -218,7 +218,7 @@ def test_sequences_that_share_a_prefix_page() -> None:
     assert_close(shared, *launched(shared))
 
 
-@hypothesis.settings(max_examples=8, deadline=None)
+@hypothesis.settings(max_examples=5, deadline=None)
 @hypothesis.given(cases(), st.integers(0, 1000))
 def test_permuted_pages_change_nothing(case: Case, seed: int) -> None:
     """Bit-equal wherever the pages of a sequence lie: codes and their scales too."""
@@ -236,7 +236,7 @@ def test_permuted_pages_change_nothing(case: Case, seed: int) -> None:
         assert torch.equal(a, b)
 
 
-@hypothesis.settings(max_examples=8, deadline=None)
+@hypothesis.settings(max_examples=5, deadline=None)
 @hypothesis.given(cases(), st.floats(0, 1), st.sampled_from([SMALL, TURNED]))
 def test_parts_merge_into_the_whole(case: Case, share: float, tile: Tile) -> None:
     """A history cut anywhere, at its ends too; each half has its own mask, and the first alone the sinks."""
