@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from mla_convert.kernels.arguments import DecodeArguments, check
+from mla_convert.kernels.arguments import DecodeArguments, LatentScale, check
 from mla_convert.kernels.history import decode_latent, scale_of, take_tokens
 
 
@@ -54,6 +54,28 @@ def absorbed_decode_reference(
             if seen.numel():
                 out[b, s] = torch.exp(logits - lse[b, s, :, None]) @ latent
     return out, lse
+
+
+def decode_by_definition(
+    q_latent: torch.Tensor,
+    q_rope: torch.Tensor,
+    latent: torch.Tensor,
+    k_rope: torch.Tensor,
+    *,
+    scale: float,
+    kv_lens: torch.Tensor | None = None,
+    mask: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    indices: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    latent_scale: LatentScale | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`absorbed_decode_reference` by the arguments of ``absorbed_decode``; ``dtype`` stands in for a backend."""
+    args = DecodeArguments(
+        q_latent, q_rope, latent, k_rope, scale, kv_lens, mask, block_table, indices, sinks, latent_scale
+    )
+    return absorbed_decode_reference(args, dtype)
 
 
 def expanded_attention(

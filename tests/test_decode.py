@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 
 import hypothesis
 import hypothesis.strategies as st
@@ -14,7 +15,12 @@ from mla_convert.errors import UsageError
 from mla_convert.kernels import absorbed_decode, dense, flashmla_views, merge, torch_decode
 from mla_convert.kernels.arguments import DecodeArguments
 from mla_convert.kernels.history import decode_latent
-from mla_convert.kernels.reference import absorbed_decode_reference, expanded_attention, visible_positions
+from mla_convert.kernels.reference import (
+    absorbed_decode_reference,
+    decode_by_definition,
+    expanded_attention,
+    visible_positions,
+)
 
 CASES = [
     *HOSTILE,
@@ -93,6 +99,19 @@ def test_products_against_reference(case: Case, monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(module, "being_traced", lambda: True)
     args = build(case)
     assert_close(args, *run(args))
+
+
+def test_the_definition_takes_the_same_arguments() -> None:
+    ours, reference = (list(inspect.signature(f).parameters.values()) for f in (absorbed_decode, decode_by_definition))
+    assert [(p.name, p.kind, p.default) for p in ours[:-1]] == [(p.name, p.kind, p.default) for p in reference[:-1]]
+    assert (ours[-1].name, reference[-1].name) == ("backend", "dtype")
+    for case in (Case(masked=True, sinks=True), Case(indices=9, codes="fp8/group", layout="paged")):
+        args = build(case)
+        fields = {f.name: getattr(args, f.name) for f in dataclasses.fields(args)}
+        tensors = [fields.pop(name) for name in ("q_latent", "q_rope", "latent", "k_rope")]
+        assert_close(args, *absorbed_decode(*tensors, **fields))
+        found, wanted = decode_by_definition(*tensors, **fields), absorbed_decode_reference(args)
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
 def test_expanded_form_is_the_same() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import interpreter  # noqa: F401  # before Triton
 import pytest
 
 TOOLS = Path(__file__).resolve().parent.parent / "tools"
@@ -66,6 +67,14 @@ def test_figures_of_another_machine_are_not_mixed(results: ModuleType, tmp_path:
     path.write_text('{"entries": [')
     with pytest.raises(results.OutOfStep, match="not a file of this check"):
         results.Results(path, 0.0)
+
+
+def test_inputs_rotate_through_more_than_a_cache_holds(results: ModuleType) -> None:
+    """The smallest problem that is timed, a batch of one with 1,024 tokens, as well as one that is larger than that."""
+    import gpu.timing
+
+    for size in (1, 1024 * 576 * 2, gpu.timing.ROTATED_BYTES, 10 * gpu.timing.ROTATED_BYTES):
+        assert gpu.timing.rotations(size) * size > gpu.timing.ROTATED_BYTES
 
 
 def dry_run(out: Path, *options: str) -> str:

@@ -36,7 +36,7 @@ def problems(shape: Shape) -> list[DecodeArguments]:
     held = 3 * shape.batch * shape.history * (LATENT + ROPE) * DTYPE.itemsize
     if held > free_bytes():
         raise MemoryError(f"{shape} takes {held:,} bytes while it is made, {free_bytes():,} are free")
-    return [_problem(shape, seed) for seed in range(timing.rotations(cache_bytes(shape), 16))]
+    return [_problem(shape, seed) for seed in range(timing.rotations(cache_bytes(shape)))]
 
 
 def _problem(shape: Shape, seed: int) -> DecodeArguments:

@@ -105,7 +105,7 @@ def times(kind: str, rows: int, tops: dict[str, float]) -> dict[str, Any]:
     one, _ = weight_of(kind, TIMED)
     tensors = [one.codes, one.scales] if isinstance(one, PackedWeight) else [one]
     read = sum(t.numel() * t.element_size() for t in tensors)
-    weights = [one, *(_copy(one) for _ in range(timing.rotations(read, 64) - 1))]
+    weights = [one, *(_copy(one) for _ in range(timing.rotations(read) - 1))]
     found: dict[str, Any] = {}
     for side, (_, lift) in SIDES.items():
         x = _activations(rows, heads, stored if side == "query" else latent)

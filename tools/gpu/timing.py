@@ -12,9 +12,9 @@ import triton
 from gpu.setting import CPU, DEVICE, ROTATED_BYTES
 
 
-def rotations(bytes_each: int, most: int) -> int:
+def rotations(bytes_each: int) -> int:
     """How many equal problems it takes to go through more memory than the cache holds."""
-    return max(1, min(most, ROTATED_BYTES // max(1, bytes_each) + 1))
+    return ROTATED_BYTES // max(1, bytes_each) + 1
 
 
 def seconds(work: Sequence[Callable[[], Any]], *, graph: bool = False) -> float:
