@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
+import re
 import shutil
 from collections.abc import Callable
 from typing import Any
@@ -223,6 +224,29 @@ def test_manifest_describes_the_source(fp8_path: pathlib.Path, tmp_path: pathlib
         "form": "float8, 8 bits, blocks of 128×128",
         "companions": {name + "_scale_inv": checkpoint.digest(name + "_scale_inv")},
     }
+
+
+@pytest.mark.parametrize("form", ["factored", "fused"])
+def test_threads_change_no_byte(example_path: pathlib.Path, tmp_path: pathlib.Path, form: str) -> None:
+    """Shards, index, manifest with its error figures, and card, however many threads there are."""
+    given = {"form": form, "max_shard_bytes": 150_000}
+    folders = [tmp_path / str(workers) for workers in (1, 2, 5, 16)]
+    for folder in folders:
+        convert(example_path, folder, workers=int(folder.name), **given)  # type: ignore[arg-type]
+    convert(example_path, tmp_path / "default", **given)  # type: ignore[arg-type]
+    one, *others = map(snapshot, (*folders, tmp_path / "default"))
+    assert all(other == one for other in others) and len(one) > 4
+
+
+def test_a_dry_run_prints_what_is_free(
+    example_path: pathlib.Path, tmp_path: pathlib.Path, invoke: Callable[..., Any]
+) -> None:
+    result = invoke("convert", example_path, tmp_path / "out", "--dry-run")
+    assert result.exit_code == 0 and list(tmp_path.iterdir()) == []
+    assert re.search(r"free on the disk\W+[\d.,]+ .B", result.stdout) and "kept of what is read" not in result.stdout
+    result = invoke("convert", example_path, tmp_path / "out", "--dry-run", "--json", "-")
+    free = json.loads(result.stdout)["bytes_free"]
+    assert abs(free - shutil.disk_usage(tmp_path).free) < 2**33  # other processes write meanwhile
 
 
 def test_model_card(example_path: pathlib.Path, tmp_path: pathlib.Path) -> None:
