@@ -71,9 +71,10 @@ Form = Literal["factored", "fused"]
 FORMS: tuple[Form, ...] = ("factored", "fused")
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 """What the products read and write."""
-# Numbers rounded at a time: few enough for a processor's cache, and for PyTorch not to share them among threads, whose
-# waiting for each other would cost more than the product itself.
-_PIECE = 1 << 15
+# Numbers rounded at a time by one thread: few enough for a processor's cache, and enough that calling PyTorch costs
+# little beside what it does. Where it has several threads it would share such a piece among them, whose waiting
+# for each other costs more than the product itself: half as many are left to one.
+_PIECE = 1 << 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,6 +116,8 @@ class Rounding:
         self.name = name
         self._largest_error = self._largest = 0.0
         self._squared_error = self._squared = 0.0
+        # The differences of one piece: memory that is new each time would cost more than all that is done in it.
+        self._error: Tensor | None = None
 
     def round(self, reference: Tensor, dtype: torch.dtype) -> Tensor:
         """Return ``reference`` (any shape, a wide dtype) in ``dtype`` and take note of the difference.
@@ -122,14 +125,20 @@ class Rounding:
         Raises UsageError where a finite value overflows ``dtype``, and FormatError where the
         reference itself is not finite.
         """
-        stored = torch.empty_like(reference, dtype=dtype)
-        rows = max(1, _PIECE // max(1, reference[:1].numel()))
+        return self.round_into(torch.empty_like(reference, dtype=dtype), reference)
+
+    def round_into(self, stored: Tensor, reference: Tensor) -> Tensor:
+        """:meth:`round` into memory that is there, ``stored``, of the reference's shape and any strides; returns it."""
+        piece = _PIECE if torch.get_num_threads() == 1 else _PIECE // 2
+        rows = max(1, piece // max(1, reference[:1].numel()))
+        if self._error is None or self._error.shape != reference[:rows].shape or self._error.dtype != reference.dtype:
+            self._error = torch.empty_like(reference[:rows])
         for start in range(0, len(reference), rows):
             exact, rounded = reference[start : start + rows], stored[start : start + rows]
-            self._note(exact, rounded.copy_(exact))
+            self._note(exact, rounded.copy_(exact), self._error[: len(exact)])
         return stored
 
-    def _note(self, exact: Tensor, rounded: Tensor) -> None:
+    def _note(self, exact: Tensor, rounded: Tensor, error: Tensor) -> None:
         size = _norm(exact)
         if not math.isfinite(size):
             raise FormatError(
@@ -140,7 +149,7 @@ class Rounding:
         self._squared += size * size
         if rounded.dtype == exact.dtype:
             return
-        error = rounded.to(exact.dtype).sub_(exact)
+        error.copy_(rounded).sub_(exact)
         size = _norm(error)
         if not math.isfinite(size):
             raise UsageError(
@@ -174,15 +183,16 @@ def _norm(tensor: Tensor) -> float:
     Squares of one piece are summed in the tensor's own dtype, which a processor does at the speed of its memory, and
     in float64 only where they leave the range in which that loses nothing to speak of.
     """
-    squared = float(torch.dot(tensor.reshape(-1), tensor.reshape(-1)))
+    flat = tensor.reshape(-1)
+    squared = float(torch.dot(flat, flat))
     if 1e-30 < squared < 1e30:
         return math.sqrt(squared)
     return float(torch.linalg.vector_norm(tensor, dtype=torch.float64))
 
 
 def _magnitude(tensor: Tensor) -> float:
-    least, most = torch.aminmax(tensor)
-    return max(-float(least), float(most))
+    # Two passes of the plain reductions are quicker than one of aminmax.
+    return max(-float(tensor.amin()), float(tensor.amax()))
 
 
 def reads(g: MLAGeometry) -> Reads:
@@ -234,11 +244,12 @@ def fuse_qk(w_uk: Tensor, q_b: Tensor, g: MLAGeometry, dtype: torch.dtype, round
     wide = _product_dtype(w_uk, q_b, dtype=dtype)
     rounding = rounding or Rounding()
     out = torch.empty(g.num_heads, g.latent_width, g.query_rank, dtype=dtype, device=q_b.device)
+    product = torch.empty(g.kv_lora_rank, g.query_rank, dtype=wide, device=q_b.device)
     for head in range(g.num_heads):
-        product = w_uk[head].to(wide).T @ w_uq[head].to(wide)
-        out[head, : g.kv_lora_rank] = rounding.round(product, dtype)
+        torch.mm(w_uk[head].to(wide).T, w_uq[head].to(wide), out=product)
+        rounding.round_into(out[head, : g.kv_lora_rank], product)
         if g.qk_rope_head_dim:
-            out[head, g.kv_lora_rank :] = rounding.round(w_qr[head].to(wide), dtype)
+            rounding.round_into(out[head, g.kv_lora_rank :], w_qr[head].to(wide))
     return out.flatten(0, 1)
 
 
@@ -253,8 +264,10 @@ def fuse_ov(w_uv: Tensor, o: Tensor, g: MLAGeometry, dtype: torch.dtype, roundin
     rounding = rounding or Rounding()
     w_o = o.reshape(g.hidden_size, g.num_heads, g.v_head_dim)
     out = torch.empty(g.hidden_size, g.num_heads, g.kv_lora_rank, dtype=dtype, device=o.device)
+    product = torch.empty(g.hidden_size, g.kv_lora_rank, dtype=wide, device=o.device)
     for head in range(g.num_heads):
-        out[:, head] = rounding.round(w_o[:, head].to(wide) @ w_uv[head].to(wide), dtype)
+        torch.mm(w_o[:, head].to(wide), w_uv[head].to(wide), out=product)
+        rounding.round_into(out[:, head], product)
     return out.flatten(1, 2)
 
 
@@ -268,7 +281,7 @@ def slice_rows(heads: Tensor, dtype: torch.dtype, rounding: Rounding | None = No
     rounding = rounding or Rounding()
     out = torch.empty(heads.shape, dtype=dtype, device=heads.device)
     for head, rows in enumerate(heads):
-        out[head] = rounding.round(rows.to(_product_dtype(heads, dtype=dtype)), dtype)
+        rounding.round_into(out[head], rows.to(_product_dtype(heads, dtype=dtype)))
     return out.flatten(0, 1)
 
 
