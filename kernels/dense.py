@@ -7,7 +7,9 @@ import torch
 from mla_convert.kernels.merging import merge_parts
 from mla_convert.kernels.tracing import being_traced
 
-_flash = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
+_packet = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
+#: The overload itself: finding it anew in each call takes longer than a short history.
+_flash = None if _packet is None else _packet.default
 
 #: A history is divided among idle threads down to this many tokens; less costs more to start than it saves.
 SMALLEST_PART = 512

@@ -179,26 +179,27 @@ def begin_call(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
     """Forward pre-hook: adopt the cache, follow changed weights, and decide how this call runs."""
     layer = layer_of(module)
     assert layer is not None
-    if not module.config._attn_implementation.startswith(PREFIX):
+    present, tracing = module.config._attn_implementation, being_traced()
+    if not present.startswith(PREFIX):
         raise PatchError(
-            f"the attention implementation was changed to {module.config._attn_implementation!r} while the model is "
+            f"the attention implementation was changed to {present!r} while the model is "
             "patched: unpatch it, set the implementation, and patch it again"
         )
     given = dict(zip(layer.positional, args, strict=False)) | kwargs
     hidden = given["hidden_states"]
     cache = given.get("cache", given.get("past_key_values"))
-    check_model(cache, module.config)
+    check_model(cache, layer.model_layers)
     form = layer.options.cache_format
     if cache is not None and form is not None and not getattr(cache, "offloading", False):
         adopt(cache, module.layer_idx, form)
     weights_asked = _wants_attention_weights(module, given)
-    if weights_asked and not being_traced():
+    if weights_asked and not tracing:
         layer.options.say_once(
             "output_attentions: calls that ask for attention weights run expanded, through the model's original "
             "attention; the absorbed form has none"
         )
     possible = not weights_asked and not wants_gradients(module, hidden) and not _needs_original(module, given)
-    if possible and not being_traced():
+    if possible and not tracing:
         possible = not layer.needs_projections(module)
     stored = handing_layer(cache, module.layer_idx)
     absorbed = possible and (
@@ -206,7 +207,7 @@ def begin_call(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
         or (_cheaper_absorbed(module, layer, hidden.shape[-2], cache, given) and not _packed(module, given))
     )
     prefill = hidden.shape[-2] > 1
-    if not being_traced() and (absorbed or (possible and prefill and hidden.device.type != "cpu")):
+    if not tracing and (absorbed or (possible and prefill and hidden.device.type != "cpu")):
         layer.follow_weights(module, decoding=not prefill)
     call = Call(absorbed, capacity=bool(getattr(cache, "is_compileable", False)))
     if absorbed and stored is not None:

@@ -162,14 +162,13 @@ def made_for(config: PreTrainedConfig | None) -> int | None:
     return None if config is None else getattr(config.get_text_config(decoder=True), "num_hidden_layers", None)
 
 
-def check_model(cache: Any, config: PreTrainedConfig) -> None:
-    """Raise a UsageError if ``cache`` is one of ours that was made for a model of more or fewer layers.
+def check_model(cache: Any, found: int | None) -> None:
+    """Raise a UsageError if ``cache`` is one of ours that was made for a model of more or fewer layers than ``found``.
 
     Only a patched model can tell: tokens for a layer too many show by themselves, a layer that never gets any does not.
     """
     made = getattr(cache, "made_for", None)
-    found = None if made is None else made_for(config)
-    if made != found:
+    if made is not None and made != found:
         raise UsageError(
             f"this {type(cache).__name__} was made for a model of {made} layers, and the model has {found}: make it "
             "from the config of the model it is used with"

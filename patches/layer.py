@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from mla_convert.absorption import Forms
 from mla_convert.kernels.arguments import DecodeArguments
 from mla_convert.kernels.dispatch import decode
+from mla_convert.patches.cache import made_for
 from mla_convert.patches.cache_formats import CacheFormat, parse_cache
 from mla_convert.patches.call import Call, CallSlot
+from mla_convert.patches.forms import bare_weight
 from mla_convert.patches.masks import Visibility
 from mla_convert.patches.sources import hooks_bypassed, stands_alone
 from mla_convert.patches.weights import AbsorbedWeights, Stored
@@ -67,6 +69,9 @@ class AbsorbedLayer(AbsorbedWeights):
         #: Instance forwards of the fused form, by the name of the projection that they are set on.
         self.forwards: dict[str, Any] = {}
         self._told_of_hooks = False
+        #: Layers of the model by its config, which a cache must have been made for.
+        config: Any = owner.config
+        self.model_layers = made_for(config)
         #: Names of the owner's forward arguments in order, for those that a caller gives by position.
         self.positional = tuple(inspect.signature(type(owner).forward).parameters)[1:]
 
@@ -97,7 +102,12 @@ class AbsorbedLayer(AbsorbedWeights):
 
     def needs_projections(self, owner: nn.Module) -> bool:
         """Whether a projection must run itself in this call, for no one weight stands for it, or hooks wait there."""
-        if any(stands_alone(getattr(owner, source.name)) for source in self.sources):
+        projections = [getattr(owner, source.name) for source in self.sources]
+        if all(
+            bare_weight(one) is not None and not (one._forward_hooks or one._forward_pre_hooks) for one in projections
+        ):
+            return False
+        if any(map(stands_alone, projections)):
             return True
         hooked = [s.name for s in self.sources if hooks_bypassed(getattr(owner, s.name), runs=s.name in self.forwards)]
         if hooked and not self._told_of_hooks:
@@ -126,9 +136,18 @@ class AbsorbedLayer(AbsorbedWeights):
             q_latent = call.q_latent * query[..., :1].transpose(1, 2)
         q_rope = query[..., nope:].transpose(1, 2)
         visible = seen.visible
-        cached = latent[:, : visible.stop], k_rope[:, : visible.stop]
+        if visible.stop != latent.shape[1]:
+            latent, k_rope = latent[:, : visible.stop], k_rope[:, : visible.stop]
         args = DecodeArguments(
-            q_latent, q_rope, *cached, scale, visible.kv_lens, visible.mask, indices=seen.indices, sinks=seen.sinks
+            q_latent,
+            q_rope,
+            latent,
+            k_rope,
+            scale,
+            visible.kv_lens,
+            visible.mask,
+            indices=seen.indices,
+            sinks=seen.sinks,
         )
         if call.handover is not None:
             args = call.handover.complete(args)

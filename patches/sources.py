@@ -14,7 +14,7 @@ from mla_convert.absorption import FLOAT_DTYPES
 from mla_convert.errors import FormatError, PatchError, StaleWeightsError, UsageError
 from mla_convert.formats import plain
 from mla_convert.patches.adapters import is_lora, lora_reader
-from mla_convert.patches.forms import LINEAR, PLAIN, PLAIN_TENSORS, Projection, Reader, kinds
+from mla_convert.patches.forms import LINEAR, PLAIN, PLAIN_TENSORS, Projection, Reader, bare_weight, kinds
 from mla_convert.patches.quantized import QUANTIZED
 
 #: Elements compared to notice edits that leave no other trace.
@@ -260,6 +260,9 @@ class Source:
         linear = getattr(owner, self.name)
         if found := _beside_the_weight(self.name, linear):
             raise StaleWeightsError(f"since the model was patched, {self.name} has {found}")
+        bare = bare_weight(linear) if linear is self.linear and self.form == PLAIN.label else None
+        if bare is not None and not self.offloaded:
+            return self.parts["weight"].changed(bare, look=look)
         try:
             reader = reader_of(self.name, linear)
         except PatchError as error:
@@ -286,9 +289,13 @@ class Source:
         return all(self.parts[name].moved_to(part) for name, part in parts.items())
 
 
+def _made_of_tensors(tensor: Tensor) -> bool:
+    """Whether a tensor has no memory of its own; those that it is made of are parts as well."""
+    return type(tensor) is not nn.Parameter and hasattr(tensor, "__tensor_flatten__")
+
+
 def _pointer(tensor: Tensor) -> int:
-    # A tensor made of tensors has no memory of its own; those that it is made of are parts as well.
-    return 0 if hasattr(tensor, "__tensor_flatten__") else tensor.data_ptr()
+    return 0 if _made_of_tensors(tensor) else tensor.data_ptr()
 
 
 def _version(tensor: Tensor) -> int | None:
@@ -298,9 +305,12 @@ def _version(tensor: Tensor) -> int | None:
 
 def _sample(tensor: Tensor) -> Tensor:
     """A view of elements spread over the whole tensor, as bytes where it holds codes."""
-    if hasattr(tensor, "__tensor_flatten__"):
+    if _made_of_tensors(tensor):
         return torch.empty(0)
-    flat = tensor.detach().reshape(-1)
+    flat = tensor.detach()
+    step = max(1, flat.numel() // SAMPLED)
     if flat.element_size() == 1:
         flat = flat.view(torch.uint8)
-    return flat[:: max(1, flat.numel() // SAMPLED)]
+    if flat.is_contiguous():  # one view instead of two, in every step
+        return flat.as_strided((-(-flat.numel() // step),), (step,))
+    return flat.reshape(-1)[::step]

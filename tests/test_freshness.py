@@ -9,10 +9,12 @@ from typing import Any
 import models
 import pytest
 import torch
+from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
 import mla_convert
 from mla_convert.errors import PatchError, StaleWeightsError
+from mla_convert.patches.forms import bare_weight
 from mla_convert.patches.layer import layer_of
 
 
@@ -221,3 +223,22 @@ def test_refresh() -> None:
         handle.refresh()
         heads = attention.kv_b_proj.weight.view(3, 28, 40)
         assert torch.equal(layer.w_uv, heads[:, 16:]) and torch.equal(layer.w_uk_t, heads[:, :16].transpose(1, 2))
+
+
+def test_the_short_way_to_a_weight_is_for_bare_projections_alone() -> None:
+    """What is anything more than ``nn.Linear`` with a plain weight takes the long way, and is looked at closely."""
+    plain = nn.Linear(4, 6)
+    plain.register_forward_hook(lambda *_: None)  # hooks are asked for apart
+    assert bare_weight(plain) is plain.weight
+    marked = [nn.Linear(4, 6) for _ in range(3)]
+    for linear, mark in zip(marked, ("_hf_hook", "quantization_scheme", "weight"), strict=True):
+        linear.__dict__[mark] = object()
+    inner, integers, derived = nn.Linear(4, 6), nn.Linear(4, 6), type("Other", (nn.Linear,), {})(4, 6)
+    inner.add_module("adapter", nn.Identity())
+    integers.weight = nn.Parameter(torch.zeros(6, 4, dtype=torch.int8), requires_grad=False)
+    replaced = nn.Linear(4, 6)
+    del replaced.weight
+    replaced.register_buffer("weight", torch.zeros(6, 4))
+    parametrized = nn.utils.parametrizations.weight_norm(nn.Linear(4, 6))
+    for linear in (*marked, inner, integers, derived, replaced, parametrized, nn.Identity()):
+        assert bare_weight(linear) is None
