@@ -18,7 +18,7 @@ from mla_convert.folders import Layout, Stored, find_tensors, open_folder, read_
 from mla_convert.formats import count_nonfinite, refuse_nonfinite, refuse_overflow
 from mla_convert.hub import HubPath
 from mla_convert.integrity import check_layers
-from mla_convert.paths import path_of, reading
+from mla_convert.paths import reading, source_of
 from mla_convert.quantization_config import parse_quantization
 from mla_convert.quantized import find_quantized, split_name
 from mla_convert.readers import Codes
@@ -70,7 +70,7 @@ class Checkpoint:
         Raises UnsupportedModelError for a model that is not one of the supported families, FormatError for weights
         stored in a form that cannot be read, and CheckpointError for anything missing, damaged or contradictory.
         """
-        return cls(path_of(path, "SOURCE"))
+        return cls(source_of(path))
 
     def __init__(self, path: pathlib.Path) -> None:
         with reading(path, CheckpointError, "check its rights, or fetch it again"):

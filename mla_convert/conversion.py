@@ -21,7 +21,7 @@ from mla_convert.manifest import Manifest
 from mla_convert.manifest_reading import read_manifest
 from mla_convert.order import Order, order_layout, order_sidecar, order_standalone
 from mla_convert.origin import origin_of
-from mla_convert.paths import path_of
+from mla_convert.paths import path_of, source_of
 from mla_convert.placing import check_link, place
 from mla_convert.publishing import Publisher
 from mla_convert.ranks import World
@@ -151,12 +151,12 @@ def convert(
 
 
 def _same(source: str | os.PathLike[str], out: str | os.PathLike[str]) -> bool:
-    return path_of(source, "SOURCE") == path_of(out, "OUT")
+    return source_of(source) == path_of(out, "OUT")
 
 
 def _open(source: str | os.PathLike[str], *, whole: bool) -> Checkpoint:
     """The source; where all of it is needed, a hub id stands for its snapshot in the hub client's cache."""
-    path = path_of(source, "SOURCE")
+    path = source_of(source)
     return Checkpoint.open(local_folder(path) if whole else path)
 
 

@@ -23,7 +23,7 @@ from mla_convert.inspection_report import (
     SourceFacts,
     TensorKind,
 )
-from mla_convert.paths import path_of
+from mla_convert.paths import source_of
 from mla_convert.quantized import split_name
 from mla_convert.recipe import plan_layers
 from mla_convert.shards import is_readable
@@ -36,7 +36,7 @@ def inspect_checkpoint(source: str | os.PathLike[str]) -> Inspection:
 
     What is wrong with it is in the result. Raises CheckpointError where there is nothing of the kind to look at.
     """
-    path = open_folder(path_of(source, "SOURCE"))
+    path = open_folder(source_of(source))
     problems: list[str] = []
     notes: list[str] = []
     manifest = _manifest_folder(path)

@@ -20,6 +20,13 @@ def path_of(given: object, what: str) -> pathlib.Path:
     return pathlib.Path(found)
 
 
+def source_of(given: object) -> pathlib.Path:
+    """SOURCE as a path; one that is given as ``./…`` and is not there becomes absolute: it is no name on the hub."""
+    path = path_of(given, "SOURCE")
+    dotted = os.fspath(given).startswith(("./", f".{os.sep}")) if isinstance(given, str) else False
+    return path.absolute() if dotted and not path.exists() else path
+
+
 def resolved(path: pathlib.Path, what: str) -> pathlib.Path:
     """``path`` with links followed, as far as it exists; UsageError where the links go in a circle."""
     try:

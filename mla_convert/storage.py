@@ -17,7 +17,7 @@ from mla_convert.formats import count_nonfinite, plain
 from mla_convert.geometry import MLAGeometry
 from mla_convert.manifest import Manifest, SourceTensor, StoredLayer
 from mla_convert.manifest_reading import read_manifest
-from mla_convert.paths import path_of, reading
+from mla_convert.paths import path_of, reading, source_of
 from mla_convert.quantization import Quantized
 from mla_convert.remains import INCOMPLETE
 from mla_convert.shard_plan import FileTensor
@@ -172,8 +172,8 @@ class AbsorbedCheckpoint:
 
 def own_sidecar(source: str | os.PathLike[str]) -> str | None:
     """``source`` itself where its subfolder ``mla_absorbed`` is there, to be opened with it; else None."""
-    with reading(path_of(source, "SOURCE"), CheckpointError, "check its rights"):
-        return os.fspath(source) if (path_of(source, "SOURCE") / FOLDER).is_dir() else None
+    with reading(source_of(source), CheckpointError, "check its rights"):
+        return os.fspath(source) if (source_of(source) / FOLDER).is_dir() else None
 
 
 def describe_source(checkpoint: Checkpoint, name: str, stored: Tensor | None = None) -> SourceTensor:

@@ -20,7 +20,7 @@ from mla_convert.judgement import StageReport
 from mla_convert.manifest import Manifest
 from mla_convert.patches.loading import load_original
 from mla_convert.patches.recognition import attention_modules
-from mla_convert.paths import path_of
+from mla_convert.paths import source_of
 from mla_convert.quiet import no_loading_bars
 from mla_convert.schemes import Scheme
 from mla_convert.storage import AbsorbedCheckpoint, own_sidecar
@@ -62,7 +62,7 @@ class Subject:
         self.label = place or type(model).__name__
 
     def _open(self, source: str | os.PathLike[str], dtype: str | torch.dtype | None) -> None:
-        source = local_folder(path_of(source, "SOURCE"))
+        source = local_folder(source_of(source))
         checkpoint = Checkpoint.open(source)
         own = checkpoint.config.get("dtype", "float32")
         self.dtype = torch.float32 if dtype is None else parse_dtype(own if dtype == "source" else dtype)

@@ -23,7 +23,7 @@ from mla_convert.config_styles import without_quantization
 from mla_convert.errors import CheckpointError
 from mla_convert.hub_snapshots import local_folder
 from mla_convert.patches.apply import patch
-from mla_convert.paths import path_of
+from mla_convert.paths import source_of
 from mla_convert.storage import own_sidecar
 
 
@@ -46,7 +46,7 @@ def load_original(
             own.
         kwargs: handed to ``from_pretrained``.
     """
-    source = local_folder(path_of(source, "SOURCE"))
+    source = local_folder(source_of(source))
     checkpoint = Checkpoint.open(source)
     with _loading(source):
         config = _config_for(checkpoint)

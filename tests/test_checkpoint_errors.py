@@ -338,7 +338,7 @@ def test_refused(make: Callable[[pathlib.Path], None], case: Case, tmp_path: pat
     [
         ("nowhere", ("there is no folder nowhere",)),
         ("/nowhere/at/all", ("there is no folder /nowhere/at/all",)),
-        ("./here/not", ("there is no folder here/not",)),
+        ("./here/not", ("there is no folder /", "/here/not; give the folder")),
     ],
 )
 def test_paths_that_are_not_there(
