@@ -126,9 +126,6 @@ def test_windows_share_a_passage_or_not() -> None:
     assert shared_windows(ours, theirs) == 2
 
 
-# --- with a model
-
-
 @torch.no_grad()
 def test_moments_are_those_of_the_model(example_path: pathlib.Path) -> None:
     """Against the model's own attention module, computed here from its hidden states."""

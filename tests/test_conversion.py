@@ -41,9 +41,6 @@ def small(folder: pathlib.Path, *, dtype: torch.dtype = torch.float32, layers: i
     return write_checkpoint(folder, full, tensors)
 
 
-# --- what is stored
-
-
 def test_factored_bytes_are_the_slices(source: pathlib.Path, tmp_path: pathlib.Path) -> None:
     report = convert(source, tmp_path / "out", form="factored")
     absorbed, checkpoint = AbsorbedCheckpoint.open(tmp_path / "out"), Checkpoint.open(source)
@@ -162,9 +159,6 @@ def test_sides_override_the_form(example_path: pathlib.Path, tmp_path: pathlib.P
     for number, ((form, qk, vo), found) in enumerate(expected.items()):
         report = convert(example_path, tmp_path / str(number), form=form, qk=qk, vo=vo)
         assert (report.qk.form, report.vo.form) == found
-
-
-# --- what is said
 
 
 def test_same_source_and_options_give_the_same_bytes(example_path: pathlib.Path, tmp_path: pathlib.Path) -> None:
@@ -290,8 +284,6 @@ def test_the_card_of_every_target(
     result = invoke("convert", example_path, tmp_path / "other", "--base-model", "/home/me/model")
     assert result.exit_code == 2 and "is no name of a model on the hub; give org/name" in result.stderr
 
-
-# --- what is refused
 
 OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "form": (dict(form="half"), "form 'half' is not known; supported are factored, fused and auto"),

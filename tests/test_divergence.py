@@ -83,9 +83,6 @@ def test_quantiles_are_interpolated() -> None:
     assert math.isnan(quantile(values[:0], 0.5))
 
 
-# --- prompts
-
-
 def test_text_goes_through_the_tokenizer(example_path: Path) -> None:
     from tokenizers import Tokenizer
 
@@ -131,9 +128,6 @@ def test_prompts_that_cannot_be_used(example_path: Path, tmp_path: Path) -> None
         read_prompts(example_path, 20)
 
 
-# --- schedules
-
-
 def test_cuts_cover_every_position_once() -> None:
     ids = torch.zeros(2, 11, dtype=torch.int64)
     assert Stage("a", ids, 11).cuts() == [(0, 11)] and not Stage("a", ids, 11).decodes
@@ -170,8 +164,6 @@ def test_a_router_that_does_not_see_every_token_is_left_out() -> None:
         routers.cut(1, 3)
     assert routers.joined() == {}
 
-
-# --- the rules
 
 DECODE = Stage("decode", torch.zeros(1, 8, dtype=torch.int64), 4)
 RAN = Calls({"a": 2}, {"a": 1})

@@ -122,9 +122,6 @@ def test_the_packing_is_compressed_tensors_own() -> None:
     assert torch.equal(coded.parts()["weight_packed"], pack_to_int32(codes, 4))
 
 
-# --- planted faults: each must show in what compressed-tensors reads
-
-
 def wrong_nibble_order(parts: dict[str, Tensor]) -> None:
     codes = parts["weight_packed"].view(torch.uint8)
     parts["weight_packed"] = ((codes << 4) | (codes >> 4)).view(torch.int32)
@@ -191,9 +188,6 @@ def test_loss() -> None:
     assert exact.frobenius == 0 and exact.signal_to_noise == math.inf
 
 
-# --- FP8 sources
-
-
 GEOMETRY = MLAGeometry(64, 2, 192, 128, 16, 256, None, 0.1)
 
 
@@ -232,9 +226,6 @@ def test_which_blocks_line_up(
 ) -> None:
     geometry = dataclasses.replace(GEOMETRY, **changes)
     assert slices_line_up(blocks, scheme, geometry) == expected
-
-
-# --- options
 
 
 @pytest.mark.parametrize(

@@ -41,9 +41,6 @@ def sidecar(complete: pathlib.Path, tmp_path: pathlib.Path) -> pathlib.Path:
     return copy
 
 
-# --- what is written
-
-
 def test_files_are_those_that_other_readers_know(complete: pathlib.Path) -> None:
     index = json.loads((complete / "mla_absorbed.safetensors.index.json").read_text())
     shards = sorted(complete.glob("*.safetensors"))
@@ -93,9 +90,6 @@ def test_manifest_survives_its_own_text(complete: pathlib.Path) -> None:
 def test_an_open_checkpoint_can_be_pickled(complete: pathlib.Path) -> None:
     absorbed = pickle.loads(pickle.dumps(AbsorbedCheckpoint.open(complete)))
     assert torch.equal(absorbed.layer_tensors(0)["k_b"], AbsorbedCheckpoint.open(complete).layer_tensors(0)["k_b"])
-
-
-# --- what is refused when opening
 
 
 def test_both_folders_open(example_path: pathlib.Path, tmp_path: pathlib.Path) -> None:
@@ -216,9 +210,6 @@ def test_folders_without_weights(tmp_path: pathlib.Path, example_path: pathlib.P
         AbsorbedCheckpoint.open(tmp_path / "nowhere")
     with pytest.raises(SidecarError, match=r"holds no absorbed weights .*`mla-convert convert"):
         AbsorbedCheckpoint.open(example_path)
-
-
-# --- whether they belong
 
 
 def test_the_source_in_other_layouts_belongs(
