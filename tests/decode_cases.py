@@ -6,6 +6,7 @@ import dataclasses
 
 import torch
 
+from mla_convert.kernels import flashmla_views
 from mla_convert.kernels.arguments import DecodeArguments
 
 #: A page number that no cache holds: reading it fails.
@@ -187,3 +188,27 @@ def _indices(case: Case, positions: int, gen: torch.Generator) -> torch.Tensor:
     rows = [torch.randperm(positions, generator=gen)[: case.indices] for _ in range(case.batch * case.q_len)]
     chosen = torch.stack(rows).view(case.batch, case.q_len, -1)
     return chosen.masked_fill(torch.rand(chosen.shape, generator=gen) < 0.2, -1)
+
+
+def flashmla_rows() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Rows of 656 bytes [2, 40, 656], and the codes, scales and rotary keys in them."""
+    numbers = torch.randn(2, 40, 512)
+    scales = numbers.unflatten(-1, (4, 128)).abs().amax(-1) / 448
+    codes = (numbers.unflatten(-1, (4, 128)) / scales[..., None]).flatten(-2).to(torch.float8_e4m3fn)
+    rope = torch.randn(2, 40, 64).bfloat16()
+    parts = (codes.view(torch.uint8), scales.view(torch.uint8), rope.view(torch.uint8))
+    return torch.cat(parts, dim=-1), codes, scales, rope
+
+
+def flashmla_problem(paged: bool, dtype: torch.dtype = torch.float32) -> DecodeArguments:
+    """Attention over such rows as they are stored; in pages of 64, of which the second is given first."""
+    rows = flashmla_rows()[0]
+    kv_lens = table = None
+    if paged:
+        pages = torch.full((5, 64, 656), 0x7F, dtype=torch.uint8)
+        pages[3, :40], pages[1, :40] = rows[0], rows[1]
+        rows, kv_lens = pages, torch.tensor([40, 33], dtype=torch.int32)
+        table = torch.tensor([[3, WILD_PAGE], [1, WILD_PAGE]], dtype=torch.int32)
+    latent, latent_scale, k_rope = flashmla_views(rows)
+    query, q_rope = torch.randn(2, 1, 4, 512).to(dtype), torch.randn(2, 1, 4, 64).to(dtype)
+    return DecodeArguments(query, q_rope, latent, k_rope, 0.04, kv_lens, block_table=table, latent_scale=latent_scale)

@@ -16,8 +16,8 @@ import interpreter  # noqa: F401  # before the kernel
 import models
 import pytest
 import torch
-from decode_cases import HOSTILE, Case, build
-from test_decode import assert_close, flashmla_problem, run
+from decode_cases import HOSTILE, Case, build, flashmla_problem
+from test_decode import assert_close, run
 from transformers import DynamicCache, StaticCache
 
 import mla_convert

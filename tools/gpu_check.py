@@ -3,7 +3,8 @@
     python tools/gpu_check.py --out benchmarks/results/NAME.json [--budget 450] [--cpu]
 
 First correctness: random hostile cases in bfloat16, float16, FP8 and int8 against float64, each allowed
-twice the error of plain PyTorch at that dtype; the same bits however a sequence or a row is accompanied. Then times:
+twice the error of plain PyTorch at that dtype; the same bits however a sequence or a row is accompanied; FlashMLA's
+rows, merged parts, shared pages, offsets past 2**31, torch.compile and a replayed CUDA graph. Then times:
 the decode kernel over a grid of shapes by median and by CUDA-graph replay, on inputs that rotate through more memory
 than the L2 cache holds, beside the ceilings measured in the same run (a large copy, a large product), PyTorch's own
 attention on the same latents, and transformers' expanded step; the per-head products; and the tiles that the table
@@ -34,22 +35,25 @@ if "--cpu" in sys.argv:
 
 import gpu.checkout  # noqa: E402, F401  # before anything of ours
 import torch  # noqa: E402
-from gpu import correctness, decode, projections, setting, timing, variants  # noqa: E402
+from gpu import correctness, decode, projections, proofs, setting, timing, variants  # noqa: E402
 from gpu.results import OutOfStep, Results, failed  # noqa: E402
 from gpu.setting import BATCHES, HISTORIES, Shape  # noqa: E402
 
 Entry = tuple[str, Callable[[], Any]]
 #: What must be right before a time means anything.
-PROOFS = ("bit equality", "projections correct", "projections bit equality")
+PROOFS = {
+    "bit equality": correctness.bit_equality,
+    **proofs.ALL,
+    "projections correct": projections.correct,
+    "projections bit equality": projections.bit_equality,
+}
 
 
 def prove(results: Results, cases: int, workers: int) -> None:
     """Correctness of everything."""
     jobs = [(f"case {number:03}", number) for number in range(cases)]
     results.measure_apart(correctness.check_case, jobs, workers)
-    for name, work in zip(
-        PROOFS, (correctness.bit_equality, projections.correct, projections.bit_equality), strict=True
-    ):
+    for name, work in PROOFS.items():
         results.measure(name, work)
 
 

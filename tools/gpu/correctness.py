@@ -17,7 +17,7 @@ from mla_convert.kernels.reference import absorbed_decode_reference
 
 #: (C, R): those of models, and odd ones.
 WIDTHS = ((512, 64), (512, 64), (256, 64), (128, 32), (192, 32), (1024, 64), (64, 0), (256, 16))
-LENGTHS = (0, 1, 20, 63, 64, 65, 140, 600, 2000)
+LENGTHS = (0, 1, 20, 63, 64, 65, 140, 600, 2000, 5000)
 HEADS = (1, 3, 6, 12, 16, 20, 32, 63, 64, 126, 128)
 DTYPES = (torch.float16, torch.float32) if CPU else (torch.bfloat16, torch.float16, torch.bfloat16, torch.float32)
 LAYOUTS = ("joint", "paged", "strided", "separate", "paged")
@@ -31,14 +31,14 @@ def random_case(number: int) -> decode_cases.Case:
     latent, rope = (64, 16) if CPU else rng.choice(WIDTHS)
     return decode_cases.Case(
         batch=batch,
-        q_len=rng.choice((1, 2) if CPU else (1, 1, 2, 4, 8)),
+        q_len=rng.choice((1, 2) if CPU else (1, 1, 2, 4, 8, 16)),
         heads=rng.choice((1, 3, 16) if CPU else HEADS),
         latent=latent,
         rope=rope,
         lens=tuple(rng.randint(0, 70) if CPU else rng.choice(LENGTHS) for _ in range(batch)),
         dtype=DTYPES[number % len(DTYPES)],
         layout=LAYOUTS[number % len(LAYOUTS)],
-        page=rng.choice((1, 16, 64)),
+        page=rng.choice((1, 16, 64, 256)),
         codes=CODES[number % len(CODES)],
         masked=rng.random() < 0.3,
         indices=rng.choice((0, 0, 0, 33)),
@@ -72,7 +72,16 @@ def check_case(number: int) -> dict[str, Any]:
     """
     case = random_case(number)
     args = check(decode_cases.build(case))
-    out, lse = (t.cpu() for t in triton_decode.decode(check(moved(args))))
+    return judged(str(case), args, *triton_decode.decode(check(moved(args))))
+
+
+def judged(name: str, args: DecodeArguments, out: torch.Tensor, lse: torch.Tensor) -> dict[str, Any]:
+    """A result's errors beside what they may be (:func:`check_case`), for ``args`` on the CPU.
+
+    Raises:
+        AssertionError: where an error is larger.
+    """
+    out, lse = out.cpu(), lse.cpu()
     plain = args
     if args.coded:
         numbers = decode_latent(args.latent, args.latent_scale, args.q_latent.dtype)
@@ -86,10 +95,10 @@ def check_case(number: int) -> dict[str, Any]:
     ]
     logits = float(eps32 * args.scale * norms[0] * norms[1])
     empty = torch.isneginf(exact_lse)
-    assert torch.equal(torch.isneginf(lse), empty), f"{case}: other rows are empty than in the reference"
+    assert torch.equal(torch.isneginf(lse), empty), f"{name}: other rows are empty than in the reference"
     size = float(exact_lse.masked_fill(empty, 0).abs().max().clamp(min=1))
     found = {
-        "case": str(case),
+        "case": name,
         "error": _largest(out, exact),
         "allowed": 2 * _largest(usual, exact) + (eps + logits) * float(exact.abs().max()),
         "lse_error": _largest(lse.masked_fill(empty, 0), exact_lse.masked_fill(empty, 0)),
@@ -108,11 +117,21 @@ def _largest(result: torch.Tensor, truth: torch.Tensor) -> float:
 
 
 def bit_equality() -> dict[str, bool]:
-    """A sequence alone and in its batch, paged and not, twice: the same bits.
+    """A sequence alone and in its batch, paged and not, twice: the same bits; plain, with sinks, and in codes.
 
     Raises:
         AssertionError: where bits differ.
     """
+    found = {
+        f"{kind} {name}": same
+        for kind, changes in {"plain": {}, "sinks": {"sinks": True}, "fp8": {"codes": "fp8/group"}}.items()
+        for name, same in _bit_equality(**changes).items()
+    }
+    assert all(found.values()), f"not bit-equal: {found}"
+    return found
+
+
+def _bit_equality(**changes: Any) -> dict[str, bool]:
     case = decode_cases.Case(
         batch=3,
         lens=(65, 20, 110) if CPU else (650, 2000, 1100),
@@ -121,22 +140,27 @@ def bit_equality() -> dict[str, bool]:
         latent=LATENT,
         rope=ROPE,
         dtype=torch.float32 if CPU else torch.bfloat16,
+        **changes,
     )
     args = moved(decode_cases.build(case))
     out, lse = triton_decode.decode(args)
     again = triton_decode.decode(args)
-    names = ("q_latent", "q_rope", "latent", "k_rope", "kv_lens")
+    names = ["q_latent", "q_rope", "latent", "k_rope", "kv_lens"] + ["latent_scale"] * args.coded
     alone = triton_decode.decode(dataclasses.replace(args, **{n: getattr(args, n)[1:2] for n in names}))
+    short = {n: getattr(args, n)[1:2, : case.lens[1]] for n in names if n in ("latent", "k_rope", "latent_scale")}
+    rest = {n: getattr(args, n)[1:2] for n in names if n not in short}
+    small = triton_decode.decode(dataclasses.replace(args, **short, **rest))
     found = {
         "again": torch.equal(out, again[0]) and torch.equal(lse, again[1]),
         "alone": torch.equal(out[1:2], alone[0]) and torch.equal(lse[1:2], alone[1]),
+        "alone, no room left": torch.equal(out[1:2], small[0]) and torch.equal(lse[1:2], small[1]),
     }
-    for name, changes in (("page 16", {"layout": "paged"}), ("page 64", {"layout": "paged", "page": 64})):
-        other = moved(decode_cases.build(dataclasses.replace(case, **changes)))
-        result = triton_decode.decode(dataclasses.replace(other, q_latent=args.q_latent, q_rope=args.q_rope))
+    queries = {"q_latent": args.q_latent, "q_rope": args.q_rope, "sinks": args.sinks}
+    for name, layout in (("page 16", {"layout": "paged"}), ("page 64", {"layout": "paged", "page": 64})):
+        other = moved(decode_cases.build(dataclasses.replace(case, **layout)))
+        result = triton_decode.decode(dataclasses.replace(other, **queries))
         found[name] = torch.equal(out, result[0]) and torch.equal(lse, result[1])
     strided = moved(decode_cases.build(dataclasses.replace(case, layout="strided")))
-    result = triton_decode.decode(dataclasses.replace(strided, q_latent=args.q_latent, q_rope=args.q_rope))
+    result = triton_decode.decode(dataclasses.replace(strided, **queries))
     found["strided"] = torch.equal(out, result[0]) and torch.equal(lse, result[1])
-    assert all(found.values()), f"not bit-equal: {found}"
     return found
