@@ -174,6 +174,15 @@ def join(temporary: pathlib.Path, world: World, plan: str) -> tuple[Presence, di
     return presence, shares
 
 
+def heard(temporary: pathlib.Path, world: World) -> bool:
+    """Whether every rank that lives has begun (:meth:`Presence.say`): only then may the lead's word go.
+
+    One that has nothing to do would otherwise look for it when all is done and gone, and wait for a lead in vain.
+    """
+    others = (look(temporary / RANK.format(rank)) for rank in range(1, world.size))
+    return all(seen is None or not seen.alive or "begun" in seen.known for seen in others)
+
+
 def ended(temporary: pathlib.Path, rank: int) -> OutputError | None:
     """The error to be raised where the process of ``rank`` is no longer there."""
     seen = look(temporary / RANK.format(rank))

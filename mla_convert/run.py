@@ -90,6 +90,8 @@ class Run:
                 else:
                     self._presence, self._shares = ranks.join(self._temporary, self.world, self.job.plan)
                 self._journal = Journal(self._temporary, self.world.rank, self.job.plan)
+                if not self.world.leads:
+                    self._presence.say(begun=True)
         except BaseException:
             self._leave()
             raise
@@ -206,7 +208,7 @@ class Run:
             for rank in missing:
                 if error := ranks.ended(self._temporary, rank):
                     raise error
-            return not missing
+            return not missing and ranks.heard(self._temporary, self.world)
 
         with disk_errors(self.goal.folder):
             ranks.wait_until(all_done)

@@ -14,10 +14,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from interruptions import noted
 from snapshots import snapshot
 from variants import attention_weights, config_v3, write_checkpoint
 
@@ -88,13 +89,41 @@ def test_the_bytes_are_those_of_one_process(
         assert (report.layers, report.largest_error) == (LAYERS, 0.0)
 
 
-def kill_at(monkeypatch: pytest.MonkeyPatch, layer: int) -> None:
-    """The rank that comes to this layer ends there."""
+def test_a_rank_without_work_that_looks_late(
+    source: pathlib.Path, tmp_path: pathlib.Path, whole: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three files for five ranks: those that get none hear it from the lead, however soon the others have ended."""
+    join, wait_until, here = ranks.join, ranks.wait_until, threading.local()
+
+    def joining(temporary: pathlib.Path, world: World, plan: str) -> Any:
+        here.late = world.rank >= 3
+        return join(temporary, world, plan)
+
+    def slowly(ready, late=None):  # type: ignore[no-untyped-def]
+        if not getattr(here, "late", False) or ready.__name__ != "begun":
+            return wait_until(ready, late)
+        for _ in range(8):
+            if ready():
+                return None
+            time.sleep(0.5)
+        raise late()
+
+    monkeypatch.setattr(ranks, "join", joining)
+    monkeypatch.setattr(ranks, "wait_until", slowly)
+    for report in launch(source, tmp_path / "out", 5):
+        assert isinstance(report, ConversionReport), report
+    assert snapshot(tmp_path / "out") == whole
+
+
+def kill_at(monkeypatch: pytest.MonkeyPatch, layer: int, after: Callable[[], bool] = lambda: True) -> None:
+    """The rank that comes to this layer ends there, as soon as ``after`` holds."""
     original = sidecar.read_operands
     number = layer
 
     def deadly(checkpoint, layer, device):  # type: ignore[no-untyped-def]
         if layer.spec.index == number:
+            while not after():
+                time.sleep(0.01)
             raise SystemExit(9)
         return original(checkpoint, layer, device)
 
@@ -106,7 +135,8 @@ def test_a_rank_that_dies_leaves_what_the_next_call_finishes(
 ) -> None:
     out = tmp_path / "out"
     with monkeypatch.context() as patch:
-        kill_at(patch, layer=3)
+        # The other two have done theirs by then: those that outlive their lead write nothing more.
+        kill_at(patch, layer=3, after=lambda: noted(out) >= 4)
         lead, *others = launch(source, out, 3)
     assert isinstance(lead, OutputError) and "ended before its work was done; what is done is kept in" in str(lead)
     assert sorted(type(other).__name__ for other in others) == ["OutputError", "SystemExit"]
