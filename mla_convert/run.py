@@ -90,7 +90,7 @@ class Run:
                 else:
                     self._presence, self._shares = ranks.join(self._temporary, self.world, self.job.plan)
                 self._journal = Journal(self._temporary, self.world.rank, self.job.plan)
-                if not self.world.leads:
+                if self._presence is not None and not self.world.leads:
                     self._presence.say(begun=True)
         except BaseException:
             self._leave()
