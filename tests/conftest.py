@@ -17,6 +17,8 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 # From the repository root, the folder kernels would stand in for Hugging Face's package of that name.
 sys.path[:] = [entry for entry in sys.path if entry and pathlib.Path(entry).resolve() != ROOT]
 
+import hub_client  # noqa: E402
+import hub_server  # noqa: E402
 import older  # noqa: E402  # only once the path is right
 import variants  # noqa: E402
 
@@ -49,6 +51,15 @@ def fp8_path(example_path: pathlib.Path, tmp_path_factory: pytest.TempPathFactor
 def native_path(example_path: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     """The example in DeepSeek's own layout, two parts."""
     return variants.write_native(example_path, tmp_path_factory.mktemp("example-native"), parts=2)
+
+
+@pytest.fixture
+def hub(
+    example_path: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[hub_server.Hub]:
+    """A hub on this machine with the example."""
+    with hub_client.serving(example_path, tmp_path, monkeypatch) as server:
+        yield server
 
 
 @pytest.fixture
