@@ -74,7 +74,7 @@ FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 # Numbers rounded at a time by one thread: few enough for a processor's cache, and enough that calling PyTorch costs
 # little beside what it does. Where it has several threads it would share such a piece among them, whose waiting
 # for each other costs more than the product itself: half as many are left to one.
-_PIECE = 1 << 16
+_PIECE = 1 << 18
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,8 +116,9 @@ class Rounding:
         self.name = name
         self._largest_error = self._largest = 0.0
         self._squared_error = self._squared = 0.0
-        # The differences of one piece: memory that is new each time would cost more than all that is done in it.
-        self._error: Tensor | None = None
+        # One piece, rounded, and its differences: memory that is new each time, or that lies in rows far apart, as the
+        # columns of one head do, would cost more than all that is done in it.
+        self._piece: tuple[Tensor, Tensor] | None = None
 
     def round(self, reference: Tensor, dtype: torch.dtype) -> Tensor:
         """Return ``reference`` (any shape, a wide dtype) in ``dtype`` and take note of the difference.
@@ -129,14 +130,23 @@ class Rounding:
 
     def round_into(self, stored: Tensor, reference: Tensor) -> Tensor:
         """:meth:`round` into memory that is there, ``stored``, of the reference's shape and any strides; returns it."""
-        piece = _PIECE if torch.get_num_threads() == 1 else _PIECE // 2
+        piece = _PIECE if torch.get_num_threads() == 1 else _PIECE // 8
         rows = max(1, piece // max(1, reference[:1].numel()))
-        if self._error is None or self._error.shape != reference[:rows].shape or self._error.dtype != reference.dtype:
-            self._error = torch.empty_like(reference[:rows])
+        rounded, error = self._memory(reference[:rows], stored.dtype)
         for start in range(0, len(reference), rows):
-            exact, rounded = reference[start : start + rows], stored[start : start + rows]
-            self._note(exact, rounded.copy_(exact), self._error[: len(exact)])
+            exact = reference[start : start + rows]
+            count = len(exact)
+            values = exact if stored.dtype == exact.dtype else rounded[:count].copy_(exact)
+            self._note(exact, values, error[:count])
+            stored[start : start + rows] = values
         return stored
+
+    def _memory(self, piece: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Memory for ``piece`` in ``dtype``, and for its differences in its own dtype."""
+        found = self._piece
+        if found is None or (found[0].dtype, found[1].dtype, found[1].shape) != (dtype, piece.dtype, piece.shape):
+            found = self._piece = torch.empty_like(piece, dtype=dtype), torch.empty_like(piece)
+        return found
 
     def _note(self, exact: Tensor, rounded: Tensor, error: Tensor) -> None:
         size = _norm(exact)
@@ -232,18 +242,25 @@ def split_q_b(weight: Tensor, g: MLAGeometry) -> tuple[Tensor, Tensor]:
     return heads[:, : g.qk_nope_head_dim], heads[:, g.qk_nope_head_dim :]
 
 
-def fuse_qk(w_uk: Tensor, q_b: Tensor, g: MLAGeometry, dtype: torch.dtype, rounding: Rounding | None = None) -> Tensor:
+def fuse_qk(
+    w_uk: Tensor,
+    q_b: Tensor,
+    g: MLAGeometry,
+    dtype: torch.dtype,
+    rounding: Rounding | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
     """The fused key side [H·(C + R), Q] in ``dtype``: per head C rows of W_UKᵀ·W_UQ, then its R rotary rows.
 
     ``w_uk`` is [H, N, C] and ``q_b`` [H·(N + R), Q], both of a float dtype, on one device. The rotary
-    rows are only cast. ``rounding`` collects the error figures. Raises UsageError for shapes and
-    dtypes that do not fit, and for values that ``dtype`` cannot hold.
+    rows are only cast. ``rounding`` collects the error figures, and ``out`` is memory for the result. Raises
+    UsageError for shapes and dtypes that do not fit, and for values that ``dtype`` cannot hold.
     """
     _expect("W_UK", w_uk, (g.num_heads, g.qk_nope_head_dim, g.kv_lora_rank), "[H, N, C]")
     w_uq, w_qr = split_q_b(q_b, g)
     wide = _product_dtype(w_uk, q_b, dtype=dtype)
     rounding = rounding or Rounding()
-    out = torch.empty(g.num_heads, g.latent_width, g.query_rank, dtype=dtype, device=q_b.device)
+    out = _result(out, (g.num_heads, g.latent_width, g.query_rank), dtype, q_b.device)
     product = torch.empty(g.kv_lora_rank, g.query_rank, dtype=wide, device=q_b.device)
     for head in range(g.num_heads):
         torch.mm(w_uk[head].to(wide).T, w_uq[head].to(wide), out=product)
@@ -253,7 +270,14 @@ def fuse_qk(w_uk: Tensor, q_b: Tensor, g: MLAGeometry, dtype: torch.dtype, round
     return out.flatten(0, 1)
 
 
-def fuse_ov(w_uv: Tensor, o: Tensor, g: MLAGeometry, dtype: torch.dtype, rounding: Rounding | None = None) -> Tensor:
+def fuse_ov(
+    w_uv: Tensor,
+    o: Tensor,
+    g: MLAGeometry,
+    dtype: torch.dtype,
+    rounding: Rounding | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
     """The fused value side [D, H·C] in ``dtype``: per head the C columns of W_O·W_UV.
 
     ``w_uv`` is [H, V, C] and ``o`` [D, H·V]; otherwise as :func:`fuse_qk`.
@@ -263,7 +287,7 @@ def fuse_ov(w_uv: Tensor, o: Tensor, g: MLAGeometry, dtype: torch.dtype, roundin
     wide = _product_dtype(w_uv, o, dtype=dtype)
     rounding = rounding or Rounding()
     w_o = o.reshape(g.hidden_size, g.num_heads, g.v_head_dim)
-    out = torch.empty(g.hidden_size, g.num_heads, g.kv_lora_rank, dtype=dtype, device=o.device)
+    out = _result(out, (g.hidden_size, g.num_heads, g.kv_lora_rank), dtype, o.device)
     product = torch.empty(g.hidden_size, g.kv_lora_rank, dtype=wide, device=o.device)
     for head in range(g.num_heads):
         torch.mm(w_o[:, head].to(wide), w_uv[head].to(wide), out=product)
@@ -271,18 +295,25 @@ def fuse_ov(w_uv: Tensor, o: Tensor, g: MLAGeometry, dtype: torch.dtype, roundin
     return out.flatten(1, 2)
 
 
-def slice_rows(heads: Tensor, dtype: torch.dtype, rounding: Rounding | None = None) -> Tensor:
+def slice_rows(
+    heads: Tensor, dtype: torch.dtype, rounding: Rounding | None = None, out: Tensor | None = None
+) -> Tensor:
     """The factored store of one side: W_UK or W_UV [H, N or V, C] as contiguous rows [H·N or H·V, C] in ``dtype``.
 
-    Where ``dtype`` is already the tensor's own, the rows are exact copies.
+    Where ``dtype`` is already the tensor's own, the rows are exact copies. ``out`` is memory for the result.
     """
+    out = _result(out, tuple(heads.shape), dtype, heads.device)
     if heads.dtype == dtype:
-        return heads.flatten(0, 1).contiguous()
+        return out.copy_(heads).flatten(0, 1)
     rounding = rounding or Rounding()
-    out = torch.empty(heads.shape, dtype=dtype, device=heads.device)
     for head, rows in enumerate(heads):
         rounding.round_into(out[head], rows.to(_product_dtype(heads, dtype=dtype)))
     return out.flatten(0, 1)
+
+
+def _result(out: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """``out`` in ``shape``, or new memory."""
+    return torch.empty(shape, dtype=dtype, device=device) if out is None else out.view(shape)
 
 
 def _product_dtype(*inputs: Tensor, dtype: torch.dtype) -> torch.dtype:

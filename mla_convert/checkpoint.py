@@ -7,7 +7,7 @@ import difflib
 import hashlib
 import os
 import pathlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -157,15 +157,16 @@ class Checkpoint:
         tensor = self._find(name)
         return self._default_dtype if name in self._quantized else tensor.dtype
 
-    def read(self, name: str) -> torch.Tensor:
+    def read(self, name: str, memory: Callable[[int], torch.Tensor] | None = None) -> torch.Tensor:
         """The tensor as stored (codes as codes), native parts joined, in memory of its own.
 
+        ``memory`` gives memory for so many bytes, uint8, that is used where nothing has to be joined.
         Copies that must be equal in all native parts are compared; CheckpointError where they differ.
         """
         tensor = self._find(name)
         if tensor.axis is not None:
             return torch.cat([_raw(read_piece(piece)) for piece in tensor.pieces], tensor.axis).view(tensor.dtype)
-        first = read_piece(tensor.pieces[0])
+        first = read_piece(tensor.pieces[0], memory)
         for piece in tensor.pieces[1:]:
             if not torch.equal(_raw(first), _raw(read_piece(piece))):
                 raise CheckpointError(
@@ -195,7 +196,8 @@ class Checkpoint:
             return stored
         refuse_nonfinite(name, count_nonfinite(stored), stored.numel(), stored.dtype)
         values = stored if dtype is None else stored.to(dtype)
-        refuse_overflow(name, count_nonfinite(values), values.numel(), values.dtype)
+        if values is not stored:
+            refuse_overflow(name, count_nonfinite(values), values.numel(), values.dtype)
         return values
 
     def digest(self, name: str) -> str:

@@ -18,6 +18,7 @@ import torch
 from mla_convert.checkpoint import Checkpoint
 from mla_convert.errors import FormatError, UsageError
 from mla_convert.journal import fingerprint
+from mla_convert.memory import Buffers
 from mla_convert.native import Placement
 from mla_convert.native_export import native_name
 from mla_convert.run import Job
@@ -128,12 +129,13 @@ def refuse_unsaid_formats(checkpoint: Checkpoint) -> None:
 
 
 def _job(checkpoint: Checkpoint, watch: Watch, files: Sequence[PlannedFile], places: Mapping[str, list[_Place]]) -> Job:
+    buffers = Buffers()
     units = tuple(
         Unit(
             key=name if len(found) == 1 else f"{name}, part {place.file}",
             files=(place.file,),
             memory=2 * _file_tensor(checkpoint, name).nbytes,
-            load=functools.partial(_load, checkpoint, watch, files, name, place),
+            load=functools.partial(_load, checkpoint, watch, files, name, place, buffers),
         )
         for name, found in places.items()
         for place in found
@@ -146,14 +148,17 @@ def _job(checkpoint: Checkpoint, watch: Watch, files: Sequence[PlannedFile], pla
     return Job(tuple(files), units, plan, largest, noun="tensors or parts of them")
 
 
-def _load(checkpoint: Checkpoint, watch: Watch, files: Sequence[PlannedFile], name: str, place: _Place) -> Loaded:
-    tensor = checkpoint.read(name)
+def _load(
+    checkpoint: Checkpoint, watch: Watch, files: Sequence[PlannedFile], name: str, place: _Place, buffers: Buffers
+) -> Loaded:
+    lease = buffers.lease()
+    tensor = checkpoint.read(name, lease)
     watch.check([name])
     planned = _file_tensor(checkpoint, name)
     if (tuple(tensor.shape), tensor.dtype) != (planned.shape, planned.dtype):
         raise FormatError(f"{name} is stored as {list(tensor.shape)}, which is not its own shape; it cannot be moved")
     make = functools.partial(_make, tensor, place, files[place.file].starts[place.name])
-    return Loaded([make], lambda known: {})
+    return Loaded([make], lambda known: {}, release=lease.release)
 
 
 def _make(tensor: torch.Tensor, place: _Place, start: int) -> Made:

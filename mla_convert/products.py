@@ -8,6 +8,7 @@ the bytes do not depend on how many threads or processes share the work.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from mla_convert.recipe import PlannedLayer
 from mla_convert.storage import describe_source
 
 #: Bytes of a stored tensor that are made at a time.
-BLOCK_BYTES = 1 << 25
+BLOCK_BYTES = 1 << 26
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,18 +39,22 @@ class Operands:
 
 
 def read_operands(
-    checkpoint: Checkpoint, layer: PlannedLayer, device: torch.device
+    checkpoint: Checkpoint,
+    layer: PlannedLayer,
+    device: torch.device,
+    memory: Callable[[int], Tensor] | None = None,
 ) -> tuple[Operands, dict[str, SourceTensor]]:
     """The weights that ``layer`` is made from, and what the manifest records of each.
 
-    The norms are read as well, though nothing is made of them: they are small, and refused if they are damaged.
+    ``memory`` gives memory for what is read, as :meth:`Checkpoint.read` takes it. The norms are read as well, though
+    nothing is made of them: they are small, and refused if they are damaged.
     """
     for name in layer.spec.norms:
         checkpoint.weight(name)
     described: dict[str, SourceTensor] = {}
     weights: dict[str, Tensor] = {}
     for name in layer.sources:
-        stored = None if checkpoint.quantized(name) else checkpoint.read(name)
+        stored = None if checkpoint.quantized(name) else checkpoint.read(name, memory)
         described[name] = describe_source(checkpoint, name, stored)
         weights[name] = _operand(checkpoint, name, device, stored)
     kv_b = weights[layer.spec.kv_b]
@@ -83,24 +88,32 @@ def make_block(
     rows: tuple[int, int],
     dtype: torch.dtype,
     rounding: Rounding | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Rows [start, stop) of the tensor stored under ``key`` (one of :func:`block_ranges`), in ``dtype``.
 
-    The products are those of :mod:`mla_convert.absorption`, taken of the heads, or of the rows of W_O, in question.
+    ``out`` is memory of that shape and dtype for it. The products are those of :mod:`mla_convert.absorption`, taken of
+    the heads, or of the rows of W_O, in question.
     """
     start, stop = rows
     if key == "ov":
         assert operands.o is not None
         part = dataclasses.replace(g, hidden_size=stop - start)
-        return fuse_ov(split_kv_b(operands.wide, g)[1], operands.o[start:stop], part, dtype, rounding)
+        return fuse_ov(split_kv_b(operands.wide, g)[1], operands.o[start:stop], part, dtype, rounding, out)
     per_head = _rows_by_head(key, g)[1]
     heads = slice(start // per_head, stop // per_head)
     if key == "qk":
         assert operands.query is not None
         query = operands.query[heads.start * g.qk_head_dim : heads.stop * g.qk_head_dim]
         part = dataclasses.replace(g, num_heads=heads.stop - heads.start)
-        return fuse_qk(split_kv_b(operands.wide, g)[0][heads], query, part, dtype, rounding)
-    return slice_rows(split_kv_b(operands.kv_b, g)[0 if key == "k_b" else 1][heads], dtype, rounding)
+        return fuse_qk(split_kv_b(operands.wide, g)[0][heads], query, part, dtype, rounding, out)
+    return slice_rows(heads_of(operands, g, key, rows), dtype, rounding, out)
+
+
+def heads_of(operands: Operands, g: MLAGeometry, key: str, rows: tuple[int, int]) -> Tensor:
+    """What rows [start, stop) stored under ``k_b`` or ``v_b`` are in the source: a view [heads, N or V, C]."""
+    per_head = _rows_by_head(key, g)[1]
+    return split_kv_b(operands.kv_b, g)[0 if key == "k_b" else 1][rows[0] // per_head : rows[1] // per_head]
 
 
 def make_whole(

@@ -13,6 +13,7 @@ import json
 import math
 import os
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -91,9 +92,9 @@ def _read_header(file: pathlib.Path) -> tuple[bytes, int]:
         raise _unreadable(file, error) from error
 
 
-def read_piece(piece: Piece) -> torch.Tensor:
-    """The tensor in memory of its own; nothing else of the file is read."""
-    data = torch.empty(piece.nbytes, dtype=torch.uint8)
+def read_piece(piece: Piece, memory: Callable[[int], torch.Tensor] | None = None) -> torch.Tensor:
+    """The tensor in memory of its own (or that ``memory`` gives: uint8); nothing else of the file is read."""
+    data = torch.empty(piece.nbytes, dtype=torch.uint8) if memory is None else memory(piece.nbytes)
     try:
         with piece.file.open("rb", buffering=0) as stream:
             stream.seek(piece.start)

@@ -19,7 +19,8 @@ from mla_convert.formats import plain
 from mla_convert.journal import fingerprint
 from mla_convert.manifest import Manifest, Source, SourceTensor, StoredLayer, StoredTensor, source_to_dict
 from mla_convert.manifest_reading import source_from_dict
-from mla_convert.products import Operands, block_ranges, make_block, read_operands
+from mla_convert.memory import Buffers, Scratch
+from mla_convert.products import Operands, block_ranges, heads_of, make_block, read_operands
 from mla_convert.recipe import PlannedLayer
 from mla_convert.run import Job
 from mla_convert.shard_plan import FileTensor, PlannedFile, plan_shards
@@ -46,12 +47,13 @@ def sidecar_job(
     places = {
         tensor.name: (number, file.starts[tensor.name]) for number, file in enumerate(files) for tensor in file.tensors
     }
+    memory = Buffers(), Scratch()
     units = tuple(
         Unit(
             key=f"layer {layer.spec.index}",
             files=tuple(sorted({places[tensor.name][0] for tensor in _file_tensors(layer)})),
             memory=_operand_bytes(checkpoint, layer),
-            load=functools.partial(_load, checkpoint, layer, watch, places, device, rounder),
+            load=functools.partial(_load, checkpoint, layer, watch, places, device, rounder, memory),
         )
         for layer in planned
     )
@@ -85,8 +87,11 @@ def _load(
     places: Mapping[str, tuple[int, int]],
     device: torch.device,
     rounder: Rounder,
+    memory: tuple[Buffers, Scratch],
 ) -> Loaded:
-    operands, sources = read_operands(checkpoint, layer, device)
+    buffers, scratch = memory
+    lease = buffers.lease()
+    operands, sources = read_operands(checkpoint, layer, device, lease)
     watch.check(layer.sources)
     tasks: list[Callable[[], Made]] = []
     for key, tensor in layer.tensors.items():
@@ -94,7 +99,8 @@ def _load(
             tasks.append(functools.partial(_code, checkpoint, operands, layer, key, places, rounder))
             continue
         ranges = block_ranges(key, layer.spec.geometry, tensor.nbytes // tensor.shape[0])
-        tasks += [functools.partial(_make, operands, layer, key, rows, places[tensor.name]) for rows in ranges]
+        made = functools.partial(_make, operands, layer, key, places[tensor.name], scratch)
+        tasks += [functools.partial(made, rows) for rows in ranges]
 
     def remember(known: list[tuple[str, Rounding | StoredTensor]]) -> dict[str, Any]:
         return {
@@ -102,13 +108,25 @@ def _load(
             "sources": {name: source_to_dict(tensor) for name, tensor in sources.items()},
         }
 
-    return Loaded(tasks, remember)
+    return Loaded(tasks, remember, release=lease.release)
 
 
-def _make(operands: Operands, layer: PlannedLayer, key: str, rows: tuple[int, int], place: tuple[int, int]) -> Made:
+def _make(
+    operands: Operands,
+    layer: PlannedLayer,
+    key: str,
+    place: tuple[int, int],
+    scratch: Scratch,
+    rows: tuple[int, int],
+) -> Made:
     tensor = layer.tensors[key]
-    rounding = Rounding(tensor.name)
-    block = make_block(operands, layer.spec.geometry, key, rows, tensor.dtype, rounding)
+    rounding, geometry = Rounding(tensor.name), layer.spec.geometry
+    if key in ("k_b", "v_b") and tensor.dtype == operands.kv_b.dtype:
+        block = heads_of(operands, geometry, key, rows)
+    else:
+        on_host = operands.kv_b.device.type == "cpu"
+        out = scratch.take((rows[1] - rows[0], *tensor.shape[1:]), tensor.dtype) if on_host else None
+        block = make_block(operands, geometry, key, rows, tensor.dtype, rounding, out)
     file, start = place
     return Made([Block(file, start + rows[0] * (tensor.nbytes // tensor.shape[0]), block)], (key, rounding))
 

@@ -49,11 +49,13 @@ class Made:
 class Loaded:
     """A unit whose inputs are in memory: the tasks that are left, and what to remember of it.
 
-    ``remember`` is called with what the tasks want to be known, in their order, and returns plain values for JSON.
+    ``remember`` is called with what the tasks want to be known, in their order, and returns plain values for JSON;
+    ``release`` when the inputs are no longer needed.
     """
 
     tasks: Sequence[Callable[[], Made]]
     remember: Callable[[list[Any]], dict[str, Any]]
+    release: Callable[[], None] = lambda: None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,6 +111,7 @@ class _Flight:
         made = [self._made[number] for number in range(count)]
         blocks = tuple(block for written, _ in made for block in written)
         self.record = Record(self.unit.key, blocks, loaded.remember([known for _, known in made]))
+        loaded.release()
         self._pool.landed.put(self)
 
 

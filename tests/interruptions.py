@@ -75,9 +75,9 @@ def count_loads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     loads: list[int] = []
     original = sidecar.read_operands
 
-    def counted(checkpoint, layer, device):  # type: ignore[no-untyped-def]
+    def counted(checkpoint, layer, *rest):  # type: ignore[no-untyped-def]
         loads.append(layer.spec.index)
-        return original(checkpoint, layer, device)
+        return original(checkpoint, layer, *rest)
 
     monkeypatch.setattr(sidecar, "read_operands", counted)
     return loads

@@ -51,11 +51,11 @@ import sys, threading
 from mla_convert import sidecar
 from mla_convert.cli import app
 read, stop = sidecar.read_operands, threading.Event()
-def reading(checkpoint, layer, device):
+def reading(checkpoint, layer, *rest):
     if layer.spec.index == 2:
         print("here", flush=True)
         stop.wait(1)
-    return read(checkpoint, layer, device)
+    return read(checkpoint, layer, *rest)
 sidecar.read_operands = reading
 sys.argv[0] = "mla-convert"
 app()

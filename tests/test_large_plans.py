@@ -65,7 +65,7 @@ def v3(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
             tensors.append(FileTensor(f"{prefix}{word}.weight_scale_inv", grid, torch.float32))
         file = PlannedFile(f"model-{layer + 1:05d}-of-{LAYERS + 1:05d}.safetensors", tensors)
         disk.make_file(folder / file.name, file.nbytes)
-        disk.write_at(folder / file.name, 0, file.header)
+        disk.write_at(folder / file.name, 0, [file.header])
         where |= dict.fromkeys((tensor.name for tensor in tensors), file.name)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
     return folder

@@ -76,9 +76,9 @@ def test_the_bytes_are_those_of_one_process(
     made: list[int] = []
     original = sidecar.read_operands
 
-    def noted(checkpoint, layer, device):  # type: ignore[no-untyped-def]
+    def noted(checkpoint, layer, *rest):  # type: ignore[no-untyped-def]
         made.append(layer.spec.index)
-        return original(checkpoint, layer, device)
+        return original(checkpoint, layer, *rest)
 
     monkeypatch.setattr(sidecar, "read_operands", noted)
     reports = launch(source, tmp_path / "out", size)
@@ -120,12 +120,12 @@ def kill_at(monkeypatch: pytest.MonkeyPatch, layer: int, after: Callable[[], boo
     original = sidecar.read_operands
     number = layer
 
-    def deadly(checkpoint, layer, device):  # type: ignore[no-untyped-def]
+    def deadly(checkpoint, layer, *rest):  # type: ignore[no-untyped-def]
         if layer.spec.index == number:
             while not after():
                 time.sleep(0.01)
             raise SystemExit(9)
-        return original(checkpoint, layer, device)
+        return original(checkpoint, layer, *rest)
 
     monkeypatch.setattr(sidecar, "read_operands", deadly)
 
@@ -166,16 +166,16 @@ class Survivor:
         original, leave = sidecar.read_operands, run.Run.__exit__
         first = {0, 2}  # of each rank
 
-        def read(checkpoint, layer, device):  # type: ignore[no-untyped-def]
+        def read(checkpoint, layer, *rest):  # type: ignore[no-untyped-def]
             if layer.spec.index not in first:
-                return original(checkpoint, layer, device)
+                return original(checkpoint, layer, *rest)
             first.remove(layer.spec.index)
             if layer.spec.index == 0:  # the lead's
                 self.here.wait(20)
                 raise SystemExit(9)
             self.here.set()
             self.go.wait(20)
-            return original(checkpoint, layer, device)
+            return original(checkpoint, layer, *rest)
 
         def vanish(self: run.Run, *error: Any) -> None:
             self._held.close() if self.world.leads and error[0] is SystemExit else leave(self, *error)
@@ -240,9 +240,9 @@ def test_a_lead_that_was_taken_for_dead_writes_nothing_more(
     lock, original = tmp_path / "out" / remains.INCOMPLETE / remains.LOCK, sidecar.read_operands
     others = json.dumps({"nonce": "another's"})
 
-    def read(checkpoint, layer, device):  # type: ignore[no-untyped-def]
+    def read(checkpoint, layer, *rest):  # type: ignore[no-untyped-def]
         lock.write_text(others)
-        return original(checkpoint, layer, device)
+        return original(checkpoint, layer, *rest)
 
     monkeypatch.setattr(sidecar, "read_operands", read)
     with pytest.raises(OutputError, match="after this process was taken for dead"):
@@ -288,11 +288,11 @@ def test_an_error_of_the_lead_ends_the_others(
 ) -> None:
     original = sidecar.read_operands
 
-    def damaged(checkpoint, layer, device):  # type: ignore[no-untyped-def]
+    def damaged(checkpoint, layer, *rest):  # type: ignore[no-untyped-def]
         if layer.spec.index in (0, 1):  # the first shard is the lead's
             time.sleep(0.1)
             raise UsageError("damaged on purpose")
-        return original(checkpoint, layer, device)
+        return original(checkpoint, layer, *rest)
 
     monkeypatch.setattr(sidecar, "read_operands", damaged)
     lead, other = launch(source, tmp_path / "out", 2)
@@ -366,10 +366,10 @@ from mla_convert.conversion import convert
 from mla_convert.ranks import launched
 source, out, shard_bytes, noted = sys.argv[1:]
 world, read = launched(), sidecar.read_operands
-def reading(checkpoint, layer, device):
+def reading(checkpoint, layer, *rest):
     with open(f"{noted}/{world.rank}", "a") as file:
         print(layer.spec.index, file=file)
-    return read(checkpoint, layer, device)
+    return read(checkpoint, layer, *rest)
 sidecar.read_operands = reading
 convert(source, out, form="factored", max_shard_bytes=int(shard_bytes), world=world)
 """

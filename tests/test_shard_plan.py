@@ -44,9 +44,9 @@ def test_tensors_stand_where_the_plan_says(tmp_path: pathlib.Path) -> None:
     planned = PlannedFile("x.safetensors", [FileTensor(name, tuple(t.shape), t.dtype) for name, t in tensors.items()])
     file = tmp_path / planned.name
     disk.make_file(file, planned.nbytes)
-    disk.write_at(file, 0, planned.header)
+    disk.write_at(file, 0, [planned.header])
     for name, tensor in reversed(tensors.items()):
-        disk.write_at(file, planned.starts[name], tensor.reshape(-1).view(torch.uint8).numpy().data)
+        disk.write_at(file, planned.starts[name], [tensor.reshape(-1).view(torch.uint8).numpy().data])
     read = load_file(file)
     assert list(read) == list(tensors) and file.stat().st_size == planned.nbytes
     for name, tensor in tensors.items():
@@ -56,7 +56,7 @@ def test_tensors_stand_where_the_plan_says(tmp_path: pathlib.Path) -> None:
 
 def test_files_keep_their_content_when_made_again(tmp_path: pathlib.Path) -> None:
     disk.make_file(tmp_path / "file", 4)
-    disk.write_at(tmp_path / "file", 1, b"ab")
+    disk.write_at(tmp_path / "file", 1, [b"ab"])
     disk.make_file(tmp_path / "file", 4)
     assert (tmp_path / "file").read_bytes() == b"\0ab\0"
     disk.make_file(tmp_path / "file", 3)

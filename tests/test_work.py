@@ -25,7 +25,7 @@ def unit(key: str, tasks: int, *, memory: int = 1, load: Callable[[], None] = la
 
 
 def write(block: Block) -> WrittenBlock:
-    return WrittenBlock(block.file, block.start, 8, str(int(block.tensor)))
+    return WrittenBlock(block.file, block.start, 8, int(block.tensor))
 
 
 @pytest.mark.parametrize("workers", [1, 2, 7])
@@ -37,7 +37,7 @@ def test_everything_is_done_and_noted_in_order(workers: int) -> None:
     assert set(found) == {"3", "0", "1", "40", "2"}
     for key, record in found.items():
         assert record.data == {"known": list(range(int(key)))}
-        assert [block.sha256 for block in record.blocks] == [str(n) for n in range(int(key))]
+        assert [block.checksum for block in record.blocks] == list(range(int(key)))
     assert torch.get_num_threads() == threads
 
 

@@ -1,0 +1,72 @@
+"""Memory that is used again: pages that are new to a process cost more than the values that are written to them."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+
+class Scratch(threading.local):
+    """Memory of each thread for the one block that it makes and writes at a time."""
+
+    def __init__(self) -> None:
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Uninitialized memory on the host, which the thread's next call gives out again."""
+        nbytes = math.prod(shape) * dtype.itemsize
+        if len(self._bytes) < nbytes:
+            self._bytes = torch.empty(nbytes, dtype=torch.uint8)
+        return self._bytes[:nbytes].view(dtype).view(shape)
+
+
+class Buffers:
+    """Memory for what is read for one unit of work, and then for another of the same sizes."""
+
+    def __init__(self) -> None:
+        self._free: dict[int, list[Tensor]] = {}
+        self._lock = threading.Lock()
+
+    def lease(self) -> Lease:
+        """Memory for one unit."""
+        return Lease(self)
+
+    def take(self, nbytes: int) -> Tensor:
+        """uint8 [nbytes], uninitialized; on the host.
+
+        Where none of that size is free, those of other sizes are let go: what is free never adds to what is in use.
+        """
+        with self._lock:
+            found = self._free.get(nbytes)
+            if found:
+                return found.pop()
+            self._free.clear()
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def give(self, buffers: Iterable[Tensor]) -> None:
+        """Give back what :meth:`take` gave out, and nobody reads any longer."""
+        with self._lock:
+            for buffer in buffers:
+                self._free.setdefault(len(buffer), []).append(buffer)
+
+
+class Lease:
+    """What one unit has taken of ``buffers``; a function that gives memory, as ``Checkpoint.read`` takes it."""
+
+    def __init__(self, buffers: Buffers) -> None:
+        self._buffers = buffers
+        self._taken: list[Tensor] = []
+
+    def __call__(self, nbytes: int) -> Tensor:
+        buffer = self._buffers.take(nbytes)
+        self._taken.append(buffer)
+        return buffer
+
+    def release(self) -> None:
+        """Give all of it back."""
+        taken, self._taken = self._taken, []
+        self._buffers.give(taken)
