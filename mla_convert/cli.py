@@ -5,22 +5,14 @@ Everything heavy is imported inside a command, so that ``--help`` answers at onc
 
 from __future__ import annotations
 
-import enum
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 import typer.core
 
-from mla_convert import console, version
+from mla_convert import cli_tables, console, version
+from mla_convert.cli_options import Absorbed, Codes, Dtype, Form, JsonTarget, Link, Out, Source, Target
 from mla_convert.quiet import only_errors
-from mla_convert.units import format_bytes
-
-if TYPE_CHECKING:
-    from mla_convert.conversion_report import ConversionReport
-    from mla_convert.demo import DemoReport
-    from mla_convert.inspection_report import Inspection
-    from mla_convert.judgement import VerificationReport
-    from mla_convert.report import BenchmarkReport
 
 
 class _Program(typer.core.TyperGroup):
@@ -42,73 +34,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-
-class Form(enum.StrEnum):
-    """How one side of the attention keeps its weights."""
-
-    auto = "auto"
-    factored = "factored"
-    fused = "fused"
-
-
-class Target(enum.StrEnum):
-    """What convert writes."""
-
-    sidecar = "sidecar"
-    standalone = "standalone"
-    hf = "hf"
-    native = "native"
-
-
-class Link(enum.StrEnum):
-    """How files of the source are taken over."""
-
-    auto = "auto"
-    hard = "hard"
-    reflink = "reflink"
-    copy = "copy"
-
-
-class Dtype(enum.StrEnum):
-    """What absorbed weights are stored in."""
-
-    source = "source"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-    float32 = "float32"
-
-
-class Codes(enum.StrEnum):
-    """What absorbed weights are requantized to."""
-
-    int8 = "int8"
-    fp8 = "fp8"
-    int4 = "int4"
-
-
-Source = Annotated[
-    str,
-    typer.Argument(
-        metavar="SOURCE", help="Folder of the checkpoint, or org/name[@revision] on the hub.", show_default=False
-    ),
-]
-Out = Annotated[
-    str,
-    typer.Argument(metavar="OUT", help="Folder to write; SOURCE itself means SOURCE/mla_absorbed.", show_default=False),
-]
-Absorbed = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="OUT",
-        help="Folder that convert wrote; without it, SOURCE/mla_absorbed where that is there, else made on the fly.",
-        show_default=False,
-    ),
-]
-JsonTarget = Annotated[
-    str | None,
-    typer.Option("--json", metavar="FILE|-", help="Write the result as JSON to a new file, or to stdout."),
-]
 
 
 def _print_version(wanted: bool) -> None:
@@ -146,20 +71,10 @@ def inspect(ctx: typer.Context, source: Source, json: JsonTarget = None) -> None
     from mla_convert.inspection import inspect_checkpoint
 
     report = inspect_checkpoint(source)
-    _show_inspection(output, report)
+    cli_tables.show_inspection(output, report)
     output.json(report.to_dict())
     if not report.sound:
         raise typer.Exit(console.EXIT_CHECK_FAILED)
-
-
-def _show_inspection(output: console.Output, report: Inspection) -> None:
-    """What it is, the dimensions, each kind of tensor, and what is wrong."""
-    output.facts(report.facts())
-    if rows := report.dimension_rows():
-        output.table("Dimensions", ["layers", "D", "H", "Q", "C", "N", "R", "V"], rows)
-    if rows := report.kind_rows():
-        output.table("Attention tensors", ["", "shape", "stored as", "number", "size"], rows)
-    output.notes([*(f"problem: {each}" for each in report.problems), *report.notes])
 
 
 @app.command()
@@ -238,36 +153,8 @@ def convert(
     with output.progress("layers") as progress:
         report = run(source, out, progress=progress, world=world, **forms, **codes, **costs, **targets, **options)  # type: ignore[arg-type]
     if world.leads:
-        _show_conversion(output, report)
+        cli_tables.show_conversion(output, report)
     output.json(report.to_dict())
-
-
-def _show_conversion(output: console.Output, report: ConversionReport) -> None:
-    """The summary of a conversion: both sides with both figures, then sizes, time and error."""
-    sides = [(name, side) for name, side in (("key side", report.qk), ("value side", report.vo)) if side is not None]
-    rows = [[name, side.form, f"{side.factored:,}", f"{side.fused:,}"] for name, side in sides]
-    if rows:
-        output.table("Numbers read per decode step", ["", "stored as", "if factored", "if fused"], rows)
-    facts = {
-        "layers": f"{report.layers}",
-        "read": format_bytes(report.bytes_in),
-        "to be written" if report.dry_run else "written": f"{format_bytes(report.bytes_out)} in {report.stored_as}",
-        "free on the disk": format_bytes(report.bytes_free),
-        **(
-            {"kept of what is read": f"{format_bytes(report.bytes_kept)} in {report.kept_in}"} if report.kept_in else {}
-        ),
-        "time": f"{report.seconds:.2f} s",
-    }
-    if report.largest_error is not None:
-        where = "" if report.largest_error_tensor is None else f", {report.largest_error_tensor}"
-        facts["largest rounding error"] = f"{report.largest_error:.2g} of the tensor's largest value{where}"
-    output.facts(facts)
-    if report.tensors:
-        output.table("Requantized weights, against their float32 numbers", *report.tensor_rows())
-    if report.quality is not None:
-        output.table(report.quality.title, *report.quality.rows())
-        output.table("On the original's hidden states", *report.quality.layer_rows())
-    output.notes([*report.notes, f"nothing was written to {report.out}" if report.dry_run else f"wrote {report.out}"])
 
 
 @app.command()
@@ -304,17 +191,10 @@ def verify(
     options = {"dtype": dtype, "prompts": prompts, "decode": decode, "batch": batch, "backend": backend}
     with output.progress("calls") as progress:
         report = run(source, out, prefill=prefill, progress=progress, **forms, **options)  # type: ignore[arg-type]
-    _show_verification(output, report)
+    cli_tables.show_verification(output, report)
     output.json(report.to_dict())
     if not report.passed:
         raise typer.Exit(console.EXIT_CHECK_FAILED)
-
-
-def _show_verification(output: console.Output, report: VerificationReport) -> None:
-    """What was compared, the figures of each stage, what broke which bound, and the verdict."""
-    output.facts(report.summary())
-    output.table("Distance from the original", *report.rows())
-    output.notes([*report.failures, *report.notes, report.verdict])
 
 
 @app.command()
@@ -349,17 +229,11 @@ def bench(
     options = {"dtype": dtype, "device": device, "backend": backend, "repetitions": repetitions, "batch": batch}
     with output.progress("steps") as progress:
         report = run(source, out, contexts=contexts, progress=progress, **forms, **options)  # type: ignore[arg-type]
-    _show_benchmark(output, report)
+    cli_tables.show_benchmark(output, report)
     if plot is not None:
         save_plot(report, plot)
         output.notes([f"wrote {plot}"])
     output.json(report.to_dict())
-
-
-def _show_benchmark(output: console.Output, report: BenchmarkReport) -> None:
-    """The table of a benchmark, what was patched, and where it ran."""
-    output.table(report.title, report.columns, report.rows())
-    output.notes([str(report.patch), report.setting, *report.notes])
 
 
 @app.command()
@@ -376,15 +250,7 @@ def demo(
     from mla_convert.demo import demo as run
 
     report = run(out, say=lambda line: output.notes([line]))
-    _show_demo(output, report)
+    cli_tables.show_demo(output, report)
     output.json(report.to_dict())
     if not report.passed:
         raise typer.Exit(console.EXIT_CHECK_FAILED)
-
-
-def _show_demo(output: console.Output, report: DemoReport) -> None:
-    """What was generated, the table, and the paths."""
-    output.notes(["", "the original continues the prompt with:", "", *(report.prompt + report.text).splitlines(), ""])
-    output.table("Patched beside the original, float32, one thread", report.columns, report.rows())
-    output.notes([*report.failures, *report.notes, "", f"in {report.seconds:.0f} s; wrote"])
-    output.notes([f"  {path}" for path in report.files])
