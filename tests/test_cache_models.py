@@ -7,6 +7,7 @@ from typing import Any
 
 import family_models
 import models
+import older
 import pytest
 import torch
 from safetensors import SafetensorError
@@ -15,9 +16,9 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 import mla_convert
-from mla_convert.errors import CheckpointError, MismatchError, UsageError
+from mla_convert.errors import CheckpointError, MismatchError, PatchError, UsageError
 from mla_convert.kernels import torch_decode
-from mla_convert.patches import cache_files
+from mla_convert.patches import cache_files, versions
 from mla_convert.patches.cache_formats import parse_format
 from mla_convert.patches.latent_layer import LatentLayer
 
@@ -190,6 +191,10 @@ def test_refuses_codes_that_no_layer_would_hold() -> None:
     model = family_models.make("deepseek_v32")
     with pytest.raises(UsageError, match="DynamicIndexedLayer"):
         mla_convert.LatentCache(model.config, format="int8")
+    if older.RELEASE < versions.SPARSE:  # where such models are not patched at all
+        with pytest.raises(PatchError, match="DSA"):
+            mla_convert.patch(model, cache="latent:int8")
+        return
     with pytest.raises(UsageError, match="DynamicIndexedLayer"):
         mla_convert.patch(model, cache="latent:int8")
     mla_convert.patch(model)
