@@ -12,7 +12,7 @@ from typing import Any
 
 from mla_convert.errors import UsageError
 from mla_convert.machine import Machine
-from mla_convert.patches.apply import PatchDescription
+from mla_convert.patches.description import PatchDescription
 from mla_convert.paths import new_file
 
 #: Quartiles further apart than this share of the median are called out: the machine had other work.

@@ -29,7 +29,8 @@ from transformers import PreTrainedModel
 from mla_convert.divergence import Divergence, compare
 from mla_convert.formats import plain
 from mla_convert.judgement import StageReport, VerificationReport, judge
-from mla_convert.patches.apply import PatchDescription, patched
+from mla_convert.patches.apply import patched
+from mla_convert.patches.description import PatchDescription
 from mla_convert.prompts import Prompts, read_prompts
 from mla_convert.quality import coded_projections
 from mla_convert.sizes import BLOCK, check_positions, check_sizes, choose_sizes

@@ -16,16 +16,15 @@ from mla_convert.architectures import Family
 from mla_convert.errors import PatchError, UsageError
 from mla_convert.kernels.dispatch import choose_backend, describe_backend
 from mla_convert.patches.adapters import unwrapped
-from mla_convert.patches.attention import PREFIX, begin_call, end_call, passed_through, registered_name
+from mla_convert.patches.attention import PREFIX, registered_name
 from mla_convert.patches.cache import LatentCache
 from mla_convert.patches.cache_formats import parse_cache
 from mla_convert.patches.cache_rows import code_dtype
-from mla_convert.patches.forms import PLAIN
-from mla_convert.patches.fused import FusedOutput, FusedQuery
-from mla_convert.patches.layer import ATTRIBUTE, AbsorbedLayer, Options, layer_of
+from mla_convert.patches.description import PatchDescription, products_of, read_through
+from mla_convert.patches.installing import install, uninstall
+from mla_convert.patches.layer import AbsorbedLayer, Options, layer_of
 from mla_convert.patches.recognition import attention_modules, attention_setting, family_of, resolve_forms
 from mla_convert.patches.refusals import add_refusals, remove_refusals
-from mla_convert.patches.selection import METHOD, KeptSelection
 from mla_convert.patches.sidecar import Asked, Sidecar
 from mla_convert.patches.sources import check_fusable, check_readable, check_whole
 from mla_convert.patches.versions import check_sparse, check_transformers
@@ -52,40 +51,6 @@ class PatchState:
         registered_name(self.original)  # an unpickled model may be the first one patched in this process
 
 
-@dataclasses.dataclass(frozen=True)
-class PatchDescription:
-    """What runs in a patched model; ``str()`` of it is for people, ``to_dict()`` for programs."""
-
-    family: str
-    qk_form: str
-    vo_form: str
-    weights_from: str
-    products: tuple[str, ...]
-    backend: str
-    prefill_threshold: int | str
-    cache: str
-    original_attention: str
-    layers: tuple[str, ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        """The fields as plain values."""
-        return dataclasses.asdict(self) | {"layers": list(self.layers), "products": list(self.products)}
-
-    def __str__(self) -> str:
-        threshold = self.prefill_threshold
-        rule = "by cost" if threshold == "auto" else f"up to {threshold} new tokens"
-        first, last = self.layers[0], self.layers[-1]
-        quantized = "".join(f"  {product}\n" for product in self.products)
-        known = "" if self.family != "unknown" else "\n  not a known family: whether it is the same model, verify tells"
-        return (
-            f"{self.family}: {len(self.layers)} attention modules patched ({first} … {last}){known}\n"
-            f"  key side {self.qk_form}, value side {self.vo_form}, weights from {self.weights_from}\n"
-            f"{quantized}"
-            f"  absorbed {rule}, backend {self.backend}; else expanded through {self.original_attention}\n"
-            f"  cache: {self.cache}"
-        )
-
-
 class PatchHandle:
     """A patched model: what runs in it, and the way back."""
 
@@ -100,8 +65,8 @@ class PatchHandle:
             family=state.family,
             qk_form="/".join(sorted({layer.forms.qk for layer in layers})),
             vo_form="/".join(sorted({layer.forms.vo for layer in layers})),
-            weights_from=state.sidecar or _read_through(layers),
-            products=_products(layers),
+            weights_from=state.sidecar or read_through(layers),
+            products=products_of(layers),
             backend=describe_backend(
                 state.options.backend, device, code_dtype(state.options.cache_format), layers[0].dtype
             ),
@@ -186,7 +151,7 @@ def patch(
     )
     try:
         for module, layer in zip(parts, layers, strict=True):
-            _install(module, layer)
+            install(module, layer)
         model.set_attn_implementation(setting)
         object.__setattr__(model, _STATE, state)
         add_refusals(model)
@@ -273,65 +238,15 @@ def _build(
     return AbsorbedLayer(module, name, forms, options, stored)
 
 
-def _install(module: nn.Module, layer: AbsorbedLayer) -> None:
-    module.add_module(ATTRIBUTE, layer)
-    module.expand_kv = passed_through  # type: ignore[assignment]
-    if hasattr(type(module), METHOD):
-        setattr(module, METHOD, KeptSelection(layer))
-    module.register_forward_pre_hook(begin_call, with_kwargs=True)
-    module.register_forward_hook(end_call, always_call=True)
-    if layer.forms.qk == "fused":
-        name = query_name(module)
-        layer.forwards[name] = FusedQuery(layer, getattr(module, name))
-    if layer.forms.vo == "fused":
-        layer.forwards["o_proj"] = FusedOutput(layer, module.o_proj)
-
-
 def _take_back(model: Any, modules: Sequence[nn.Module], original: str) -> None:
     """Remove all of a patch, or of the part of it that was made when something went wrong."""
     for module in modules:
-        _uninstall(module)
+        uninstall(module)
     holder: Any = modules[0] if modules else model
     if holder.config._attn_implementation.startswith(PREFIX):
         model.set_attn_implementation(attention_setting(model, modules, original))
     remove_refusals(model)
     vars(model).pop(_STATE, None)
-
-
-def _uninstall(module: nn.Module) -> None:
-    layer = layer_of(module)
-    if layer is None:
-        return
-    for forward in layer.forwards.values():
-        forward.remove()
-    _remove_hook(module, begin_call)
-    _remove_hook(module, end_call)
-    for name in (METHOD, "expand_kv"):
-        module.__dict__.pop(name, None)
-    delattr(module, ATTRIBUTE)
-
-
-def _remove_hook(module: nn.Module, function: Any) -> None:
-    """Remove a forward (pre-)hook by its function: the handles of hooks do not survive copying a model."""
-    for hooks, extras in (
-        (module._forward_pre_hooks, (module._forward_pre_hooks_with_kwargs,)),
-        (module._forward_hooks, (module._forward_hooks_with_kwargs, module._forward_hooks_always_called)),
-    ):
-        for number in [number for number, hook in hooks.items() if hook is function]:
-            for table in (hooks, *extras):
-                table.pop(number, None)
-
-
-def _products(layers: Sequence[AbsorbedLayer]) -> tuple[str, ...]:
-    """How the weights of a quantized sidecar are used, for each side that is quantized; usually all layers agree."""
-    names = {"qk": "key side", "vo": "value side"}
-    said = [f"{names[side]}: {words}" for layer in layers for side, words in sorted(layer.products.items())]
-    return tuple(dict.fromkeys(said))
-
-
-def _read_through(layers: Sequence[AbsorbedLayer]) -> str:
-    forms = sorted({source.form for layer in layers for source in layer.sources} - {PLAIN.label})
-    return "the model itself" + (f", through {', '.join(forms)}" if forms else "")
 
 
 def _state_of(model: Any) -> PatchState:

@@ -18,7 +18,8 @@ from mla_convert.errors import PatchError, StaleWeightsError
 from mla_convert.geometry import MLAGeometry
 from mla_convert.patches.coded import PLAIN as DEQUANTIZED
 from mla_convert.patches.coded import CodedProjection, choose_product, describe_product
-from mla_convert.patches.sources import Owner, Source, effective_weight, is_offloaded, shape_of
+from mla_convert.patches.freshness import Owner, Source
+from mla_convert.patches.sources import effective_weight, is_offloaded, shape_of
 from mla_convert.quantization import Quantized
 from mla_convert.recipe import SIDES, Side
 

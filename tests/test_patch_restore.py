@@ -16,7 +16,7 @@ from transformers import DynamicCache
 
 import mla_convert
 from mla_convert.errors import PatchError
-from mla_convert.patches import apply
+from mla_convert.patches import apply, installing
 
 
 @pytest.mark.parametrize("attn", ["sdpa", "eager"])
@@ -56,11 +56,11 @@ def _stop(*_: Any, **__: Any) -> None:
 @pytest.mark.parametrize(
     ("where", "after"),
     [
-        ("_install", 1),
-        ("FusedOutput", 1),
-        ("PreTrainedModel.set_attn_implementation", 0),
-        ("add_refusals", 0),
-        ("PatchHandle.describe", 0),
+        ("apply.install", 1),
+        ("installing.FusedOutput", 1),
+        ("apply.PreTrainedModel.set_attn_implementation", 0),
+        ("apply.add_refusals", 0),
+        ("apply.PatchHandle.describe", 0),
     ],
 )
 @torch.inference_mode()
@@ -68,8 +68,9 @@ def test_a_patch_that_fails_half_way_is_taken_back(where: str, after: int, monke
     """It fails at the second layer, between its two projections, or when everything is installed."""
     model, ids = models.deepseek_v3(), models.tokens(2, 10)
     before, logits = state_of(model), model(ids).logits
-    path = f"mla_convert.patches.apply.{where}"
-    original: Any = getattr(apply, where) if "." not in where else None
+    path = f"mla_convert.patches.{where}"
+    module, _, name = where.partition(".")
+    original: Any = getattr({"apply": apply, "installing": installing}[module], name, None)
     calls: list[int] = []
 
     def failing(*args: Any, **kwargs: Any) -> Any:
