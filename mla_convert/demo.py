@@ -21,6 +21,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 from mla_convert.benchmark import bench
 from mla_convert.conversion import convert
 from mla_convert.conversion_report import ConversionReport
+from mla_convert.divergence import largest
 from mla_convert.errors import UsageError
 from mla_convert.judgement import VerificationReport
 from mla_convert.patches.apply import patched
@@ -93,7 +94,7 @@ class DemoReport:
         return [
             [
                 form.form,
-                f"{max(stage.patched.largest_relative for stage in form.verification.stages):.1e}",
+                f"{largest(stage.patched.largest_relative for stage in form.verification.stages):.1e}",
                 "yes" if form.verification.passed else "NO",
                 "yes" if form.same_tokens else "NO",
                 *(f"{row.ratio.median:.2f}×" for row in form.timing.contexts),

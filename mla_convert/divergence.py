@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -117,6 +118,11 @@ def kl_divergence(p_logits: Tensor, q_logits: Tensor) -> Tensor:
     log_p, log_q = p_logits.log_softmax(dim=-1), q_logits.log_softmax(dim=-1)
     terms = torch.where(log_p.isneginf(), 0.0, log_p.exp() * (log_p - log_q))
     return terms.sum(dim=-1).clamp(min=0)  # rounding leaves equal rows a little below zero
+
+
+def largest(figures: Iterable[float]) -> float:
+    """The largest of several figures; NaN counts as that, which ``max`` would pass over."""
+    return max(figures, key=lambda figure: math.inf if math.isnan(figure) else figure)
 
 
 def quantile(values: Tensor, share: float) -> float:

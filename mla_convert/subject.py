@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from mla_convert.checkpoint import Checkpoint
 from mla_convert.destination import FOLDER
+from mla_convert.divergence import largest
 from mla_convert.errors import UsageError
 from mla_convert.formats import plain
 from mla_convert.hub_snapshots import local_folder
@@ -129,8 +130,8 @@ class Subject:
         """What the figures do not say by themselves."""
         rounded = {plain(dtype) for dtype in self._rounded_to() if torch.finfo(dtype).bits < 32}
         if rounded:
-            patched = max(stage.patched.largest_relative_settled for stage in reports)
-            own = max(stage.floor.largest_relative_settled for stage in reports if stage.floor is not None)
+            patched = largest(stage.patched.largest_relative_settled for stage in reports)
+            own = largest(stage.floor.largest_relative_settled for stage in reports if stage.floor is not None)
             yield (
                 f"absorbed weights were rounded to {', '.join(sorted(rounded))}: logits move by up to {patched:.1e} of "
                 f"their range, and by up to {own:.1e} in the original at that precision (positions where routers "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -91,3 +92,10 @@ def tokens(batch: int, length: int, seed: int = 0) -> torch.Tensor:
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:
     """Largest difference over the range of ``b``."""
     return float((a - b).abs().max() / (b.max() - b.min()))
+
+
+def worst(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
+    """The largest :func:`relative` of several pairs. NaN fails here: Python's ``max`` would pass over it."""
+    for a, b in zip(found, expected, strict=True):
+        assert a.shape == b.shape and bool(a.isfinite().all()) and bool(b.isfinite().all())
+    return float(torch.tensor([relative(a, b) for a, b in zip(found, expected, strict=True)]).max())

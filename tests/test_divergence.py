@@ -12,13 +12,21 @@ import torch
 from torch import Tensor, nn
 
 from mla_convert import judgement
-from mla_convert.divergence import Divergence, compare, kl_divergence, quantile
+from mla_convert.divergence import Divergence, compare, kl_divergence, largest, quantile
 from mla_convert.errors import UsageError
 from mla_convert.judgement import judge
 from mla_convert.prompts import read_prompts
 from mla_convert.stages import Calls, Outputs, Stage, watched_routers
 
 NONE = torch.zeros(1, 1, dtype=torch.bool)
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_nan_is_the_largest(place: int) -> None:
+    figures = [0.3, 0.1, 0.2]
+    assert largest(figures) == 0.3
+    figures[place] = math.nan
+    assert math.isnan(largest(figures))
 
 
 def test_kl_is_the_formula() -> None:

@@ -14,7 +14,7 @@ import older
 import pytest
 import torch
 from family_models import AVAILABLE, SIZES, both, tokens
-from models import relative
+from models import worst
 from patching import BOUND, state_of
 from transformers import CONFIG_MAPPING, AutoModel, PreTrainedModel
 
@@ -41,7 +41,7 @@ def expected(model_type: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def largest(found: tuple[torch.Tensor, ...], model_type: str) -> float:
-    return max(relative(a, b) for a, b in zip(found, expected(model_type), strict=True))
+    return worst(found, expected(model_type))
 
 
 #: Rows in the quick tests of what all rows are put through in the slow ones.
@@ -79,6 +79,15 @@ def test_the_table_has_every_mla_class_of_transformers() -> None:
 def test_a_new_class_would_be_noticed() -> None:
     new = "class New(nn.Module):\n    def __init__(self):\n        self.kv_b_proj = 1\n\n    def expand_kv(self): ..."
     assert mla_classes(f"class Other:\n    pass\n\n\n{new}\n\n\nclass Last:\n    self.kv_b_proj = 2") == {"New"}
+
+
+@pytest.mark.parametrize("run", [0, 1], ids=["whole", "padded"])
+def test_nan_in_either_run_is_noticed(run: int) -> None:
+    found = [logits.clone() for logits in expected("deepseek_v3")]
+    assert largest(tuple(found), "deepseek_v3") == 0
+    found[run][-1] = torch.nan
+    with pytest.raises(AssertionError):
+        largest(tuple(found), "deepseek_v3")
 
 
 @pytest.mark.parametrize("model_type", AVAILABLE)
@@ -131,7 +140,7 @@ def test_auto_where_fused_reads_less(model_type: str, tmp_path: pathlib.Path) ->
     with mla_convert.patched(model) as handle:
         described = handle.describe()
         assert (described.qk_form, described.vo_form) == forms
-        assert max(relative(a, b) for a, b in zip(both(model), before, strict=True)) <= BOUND
+        assert worst(both(model), before) <= BOUND
     model.save_pretrained(tmp_path / "source")
     report = mla_convert.convert(tmp_path / "source", tmp_path / "out", dry_run=True)
     assert (report.qk.form, report.vo.form) == forms
@@ -168,7 +177,7 @@ def test_deepseek_v2_with_a_query_rank(form: str, tmp_path: pathlib.Path) -> Non
     for folder in (None, tmp_path / "out"):
         with mla_convert.patched(model, folder, **({} if folder else {"form": form})) as handle:
             assert handle.describe().qk_form == form
-            assert max(relative(a, b) for a, b in zip(both(model), before, strict=True)) <= BOUND
+            assert worst(both(model), before) <= BOUND
 
 
 @pytest.mark.parametrize("model_type", AVAILABLE)
