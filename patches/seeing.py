@@ -32,6 +32,8 @@ def seen_by(query: Tensor, kv_len: int, mask: Any, call: Call, kwargs: dict[str,
         mask = causal(q_len, kv_len, query.device)
     if indices.shape[-1] >= kv_len:  # reading everything is no more than gathering, and needs no copy
         mask, indices = fold(mask, indices, kv_len), None
+    if mask is not None and call.capacity:  # a kernel then leaves alone what was chosen past the end
+        return Seen(visibility(mask, batch, q_len, kv_len, capacity=True), indices, sinks)
     by_mask = None if mask is None else as_bool(mask, batch, q_len, kv_len)
     return Seen(restricted(by_mask, batch, q_len, kv_len, query.device), indices, sinks)
 
