@@ -203,6 +203,8 @@ def _gathered_tokens(args: DecodeArguments, b: torch.Tensor, s: torch.Tensor) ->
     if args.mask is not None:
         valid = valid & args.mask[b[:, None], s[:, None], at]
         at = at.masked_fill(~valid, 0)
+    if at.device.type == "cpu" and not being_traced():
+        at, valid = _without_unseen(at, valid)
     row, column = b[:, None].expand_as(at), at
     if args.block_table is not None:
         page = args.latent.shape[1]
@@ -215,3 +217,12 @@ def _gathered_tokens(args: DecodeArguments, b: torch.Tensor, s: torch.Tensor) ->
     rope = args.k_rope[row, column].to(args.q_latent.dtype).masked_fill(~valid[..., None], 0.0)
     q_latent, q_rope = args.q_latent[b, s][:, None], args.q_rope[b, s][:, None]
     return attend(q_latent, q_rope, latent, rope, args.scale, valid[:, None])
+
+
+def _without_unseen(at: torch.Tensor, valid: torch.Tensor) -> Result:
+    """Positions [tokens, K] and which count, as narrow as the most that any token sees; in the order they had."""
+    most = int(valid.sum(dim=-1).max())
+    if most == valid.shape[1]:
+        return at, valid
+    front = torch.argsort(valid, dim=-1, descending=True, stable=True)[:, :most]
+    return at.gather(1, front), valid.gather(1, front)

@@ -101,6 +101,25 @@ def test_products_against_reference(case: Case, monkeypatch: pytest.MonkeyPatch)
     assert_close(args, *run(args))
 
 
+def test_what_is_chosen_but_not_seen_is_not_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Positions that are −1, past the end or masked: bit for bit as though they had never been chosen."""
+    args = build(Case(batch=1, lens=(40,), q_len=2, layout="separate"))
+    mask = torch.ones(1, 2, args.kv_len, dtype=torch.bool)
+    mask[..., 3:6] = False
+    chosen = torch.tensor([[[7, -1, 3, 38, 44, 0, 5, 12], [4, 9, 46, 39, -1, 2, 3, 20]]])
+    seen = torch.tensor([[[7, 38, 0, 12], [9, 39, 2, 20]]])
+    widths, attend = [], torch_decode.attend
+
+    def noting(q_latent: torch.Tensor, q_rope: torch.Tensor, latent: torch.Tensor, *rest: object) -> object:
+        widths.append(latent.shape[1])
+        return attend(q_latent, q_rope, latent, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(torch_decode, "attend", noting)
+    found, alone = run(args, mask=mask, indices=chosen), run(args, mask=mask, indices=seen)
+    assert widths == [4, 4] and all(torch.equal(a, b) for a, b in zip(found, alone, strict=True))
+    assert_close(dataclasses.replace(args, mask=mask, indices=seen), *found)
+
+
 def test_the_definition_takes_the_same_arguments() -> None:
     ours, reference = (list(inspect.signature(f).parameters.values()) for f in (absorbed_decode, decode_by_definition))
     assert [(p.name, p.kind, p.default) for p in ours[:-1]] == [(p.name, p.kind, p.default) for p in reference[:-1]]

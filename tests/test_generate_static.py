@@ -174,6 +174,54 @@ def test_work_follows_the_tokens_used(compiled: bool, reads: list[int]) -> None:
     assert read[128] == read[32768] == [101, 102, 103, 104]
 
 
+#: As many as published models choose: more than are stored.
+PUBLISHED = {"index_topk": 2048}
+
+
+@pytest.mark.parametrize("model_type", family_models.AVAILABLE)
+@torch.no_grad()
+def test_every_family_s_work_follows_the_tokens_used(model_type: str, reads: list[int]) -> None:
+    """Also where an indexer chooses more tokens than there are; a layer with a window reads that."""
+    changes = PUBLISHED if "index_topk" in str(family_models.MODELS[model_type][1]) else {}
+    model, ids = family_models.make(model_type, **changes), models.tokens(1, 102)
+    window = getattr(model.config.get_text_config(), "sliding_window", None)
+    expected = model(ids, use_cache=False).logits[:, 100:]
+    read = {}
+    with mla_convert.patched(model):
+        for capacity in (128, 32768):
+            cache = StaticCache(config=model.config, max_cache_len=capacity)
+            outs = family_steps(model, model, ids, cache, reads)
+            assert models.relative(torch.cat(outs, 1), expected) <= BOUND
+            read[capacity] = list(reads)
+        count = len(layers(model))
+    assert read[128] == read[32768] and len(read[128]) == 2 * count
+    assert set(read[128]) - {window} == {101, 102}
+
+
+@torch.no_grad()
+def test_compiled_sparse_work_follows_the_tokens_used(reads: list[int]) -> None:
+    model, ids = family_models.make("deepseek_v32", **PUBLISHED | DENSE), models.tokens(1, 102)
+    expected = model(ids, use_cache=False).logits[:, 100:]
+    with mla_convert.patched(model):
+        step: Any = torch.compile(model, backend="eager", fullgraph=True)
+        cache = StaticCache(config=model.config, max_cache_len=4096)
+        outs = family_steps(model, step, ids, cache, reads)
+    assert models.relative(torch.cat(outs, 1), expected) <= BOUND
+    assert reads == [101, 101, 102, 102]
+
+
+def family_steps(
+    model: PreTrainedModel, step: Callable[..., Any], ids: torch.Tensor, cache: StaticCache, reads: list[int]
+) -> list[torch.Tensor]:
+    """Logits of two steps after 100 tokens; ``reads`` are of the steps alone."""
+    model(ids[:, :100], cache=cache, use_cache=True)
+    reads.clear()
+    options = {"cache": cache, "use_cache": True}
+    return [
+        step(ids[:, i : i + 1], position_ids=torch.tensor([[i]]), **options).logits for i in range(100, ids.shape[1])
+    ]
+
+
 @pytest.mark.parametrize("attn", ["sdpa", "eager"])
 @pytest.mark.parametrize("padded", [False, True], ids=["plain", "padded"])
 @torch.no_grad()
