@@ -8,11 +8,11 @@ import os
 import pathlib
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from mla_convert.errors import OutputError, UsageError
 from mla_convert.paths import resolved
-from mla_convert.remains import INCOMPLETE, completed, read_renames, remove_temporary, stamp
+from mla_convert.remains import INCOMPLETE, completed, folders_of, read_renames, remove_temporary, stamp
 from mla_convert.units import format_bytes
 
 FOLDER = "mla_absorbed"
@@ -125,8 +125,8 @@ def check_free_names(goal: Goal) -> None:
             f"{folder} already holds absorbed weights ({MANIFEST}), and nothing is overwritten; choose another OUT, "
             f"or remove {MANIFEST} and mla_absorbed* there first"
         )
-    for file in _in_the_way(goal):
-        if renames.get(str(file.relative_to(folder))) == stamp(file):
+    for file in _in_the_way(goal, renames):
+        if renames.get(file.relative_to(folder).as_posix()) == stamp(file):
             continue
         if goal.whole:
             raise UsageError(f"{folder} holds {file.name}; a whole model goes into a new or empty folder")
@@ -136,13 +136,18 @@ def check_free_names(goal: Goal) -> None:
         )
 
 
-def _in_the_way(goal: Goal) -> Iterator[pathlib.Path]:
+def _in_the_way(goal: Goal, renames: Iterable[str]) -> Iterator[pathlib.Path]:
     if not goal.whole:
         yield from sorted(file for pattern in _OURS for file in goal.folder.glob(pattern))
         return
-    for entry in sorted(goal.folder.iterdir()):
-        if entry.name == FOLDER and entry.is_dir():
-            yield from sorted(entry.iterdir())
+    yield from _entries(goal.folder, {goal.folder / name for name in folders_of(renames)})
+
+
+def _entries(folder: pathlib.Path, ours: set[pathlib.Path]) -> Iterator[pathlib.Path]:
+    """What stands in ``folder``, and in those below it that a run of ours has made."""
+    for entry in sorted(folder.iterdir()):
+        if entry in ours and entry.is_dir():
+            yield from _entries(entry, ours)
         elif entry.name != INCOMPLETE:
             yield entry
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pathlib
 import sys
@@ -25,9 +26,7 @@ def write_at(file: pathlib.Path, start: int, pieces: Iterable[bytes | memoryview
     with file.open("r+b", buffering=0) as stream:
         stream.seek(start)
         for piece in pieces:
-            done = 0
-            while done < len(piece):
-                done += stream.write(piece[done:])
+            _write_all(stream, piece)
         if hasattr(os, "posix_fadvise"):
             # Whoever syncs the file waits for what has not begun to be written: on Linux this begins it.
             os.posix_fadvise(stream.fileno(), start, stream.tell() - start, os.POSIX_FADV_DONTNEED)
@@ -42,14 +41,21 @@ def write_text(file: pathlib.Path, text: str) -> None:
 
 
 def append_line(file: pathlib.Path, line: str) -> None:
-    """Add a line to a file, in one write; it is made where it is not there."""
+    """Add a line to a file, in one write where the disk takes it whole; the file is made where it is not there."""
     with file.open("ab", buffering=0) as stream:
-        stream.write(line.encode() + b"\n")
+        _write_all(stream, line.encode() + b"\n")
+
+
+def _write_all(stream: io.FileIO, data: bytes | memoryview) -> None:
+    """An unbuffered write may take less than it was given; only what it is asked for next says why."""
+    done = 0
+    while done < len(data):
+        done += stream.write(data[done:])
 
 
 def sync(file: pathlib.Path) -> None:
-    """Flush a file to the disk."""
-    handle = os.open(file, os.O_RDWR)
+    """Flush a file to the disk; one that may only be read, too, where the system allows that."""
+    handle = os.open(file, os.O_RDWR if sys.platform == "win32" else os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:

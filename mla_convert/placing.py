@@ -11,7 +11,8 @@ import shutil
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 
-from mla_convert.destination import CARD, CONFIG, FOLDER, Goal, disk_errors
+from mla_convert import disk
+from mla_convert.destination import CARD, CONFIG, FOLDER, MANIFEST, Goal, disk_errors
 from mla_convert.errors import OutputError, UsageError
 from mla_convert.remains import INCOMPLETE, part, stamp
 
@@ -33,18 +34,31 @@ def companions(source: pathlib.Path, *, code: bool = True) -> dict[str, pathlib.
     """What goes with a model beside its weights and config, by the name it gets.
 
     Tokenizer, generation config, licences, its card under another name, and, with ``code``, its own modelling files.
-    Files of subfolders come along, hidden ones and absorbed weights do not.
+    Files of subfolders come along; hidden ones, absorbed weights, and subfolders that are models or results of their
+    own do not.
     """
     found: dict[str, pathlib.Path] = {}
-    for file in sorted(source.rglob("*")):
-        name = file.relative_to(source)
-        hidden = any(step.startswith(".") for step in name.parts)
-        if hidden or name.parts[0] == FOLDER or not file.is_file() or file.name.endswith(_WEIGHTS):
+    for file in _files(source):
+        name = file.relative_to(source).as_posix()
+        if name == CONFIG or file.name.endswith(_WEIGHTS) or (file.suffix == ".py" and not code):
             continue
-        if str(name) == CONFIG or (file.suffix == ".py" and not code):
-            continue
-        found[SOURCE_CARD if str(name) == CARD else name.as_posix()] = file
+        found[SOURCE_CARD if name == CARD else name] = file
     return found
+
+
+def _files(folder: pathlib.Path) -> Iterator[pathlib.Path]:
+    for entry in sorted(folder.iterdir()):
+        if entry.name.startswith("."):
+            continue
+        if entry.is_file():
+            yield entry
+        elif entry.is_dir() and not entry.is_symlink() and not _of_its_own(entry):
+            yield from _files(entry)
+
+
+def _of_its_own(folder: pathlib.Path) -> bool:
+    """Whether a subfolder is a model, the result of a conversion, or what an interrupted one has left."""
+    return folder.name == FOLDER or any((folder / name).exists() for name in (CONFIG, MANIFEST, INCOMPLETE))
 
 
 def needs_copies(files: Iterable[pathlib.Path], folder: pathlib.Path, link: str) -> bool:
@@ -62,9 +76,10 @@ def needs_copies(files: Iterable[pathlib.Path], folder: pathlib.Path, link: str)
 
 
 def place(goal: Goal, files: Mapping[str, pathlib.Path], link: str) -> Iterator[str]:
-    """Put the ``files`` into the temporary folder under the names they are to get; yields the name of each one done.
+    """Put the ``files`` into the temporary folder under the names they are to get, and flush them to the disk.
 
-    A copy that is there already, of an earlier run, is known by its time of change, which is set last.
+    Yields the name of each one done. A copy that is there already, of an earlier run, is known by its time of change,
+    which is set last.
     """
     with disk_errors(goal.folder):
         for name, file in files.items():
@@ -72,6 +87,7 @@ def place(goal: Goal, files: Mapping[str, pathlib.Path], link: str) -> Iterator[
             if stamp(target) != stamp(file):
                 target.unlink(missing_ok=True)
                 _place(file.resolve(), target, link)
+            disk.sync(target)
             yield name
 
 

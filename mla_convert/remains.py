@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import pathlib
 from collections.abc import Iterable
 
@@ -31,7 +30,7 @@ Stamp = tuple[int, int]
 
 def part(folder: pathlib.Path, name: str) -> pathlib.Path:
     """Where the file of that final name (relative to ``folder``) is made."""
-    return folder / INCOMPLETE / (name.replace("/", "+") + PART)
+    return folder / INCOMPLETE / (name.replace("%", "%25").replace("/", "%2F") + PART)
 
 
 def stamp(file: pathlib.Path) -> Stamp | None:
@@ -72,10 +71,9 @@ def renamed(folder: pathlib.Path) -> list[str]:
 
 def take_back(folder: pathlib.Path) -> None:
     """Give what had got its final name the temporary one again, so that the run can go on from before the renames."""
-    names = renamed(folder)
-    for name in names:
+    for name in renamed(folder):
         disk.move(folder / name, part(folder, name))
-    _remove_empty_folders(folder, names)
+    _remove_empty_folders(folder)
     (folder / INCOMPLETE / JOURNAL).unlink(missing_ok=True)
 
 
@@ -89,10 +87,9 @@ def remove_remains(folder: pathlib.Path, marker: str, *, keep_lock: bool = False
         return
     refuse_others(folder)
     if not (folder / marker).exists():
-        names = renamed(folder)
-        for name in names:
+        for name in renamed(folder):
             (folder / name).unlink()
-        _remove_empty_folders(folder, names)
+        _remove_empty_folders(folder)
     remove_temporary(folder, keep_lock=keep_lock)
 
 
@@ -122,7 +119,13 @@ def completed(folder: pathlib.Path, marker: str) -> bool:
     return not last or (last[0][0] == marker and stamp(folder / marker) == last[0][1])
 
 
-def _remove_empty_folders(folder: pathlib.Path, names: Iterable[str]) -> None:
-    for below in {os.path.dirname(name) for name in names} - {""}:
+def folders_of(names: Iterable[str]) -> list[str]:
+    """The folders that files of these names stand in, every level of them, outer ones first."""
+    return sorted({str(above) for name in names for above in pathlib.PurePosixPath(name).parents} - {"."})
+
+
+def _remove_empty_folders(folder: pathlib.Path) -> None:
+    """Remove what was made for the names of the list of renames, and holds nothing."""
+    for below in reversed(folders_of(read_renames(folder))):
         with contextlib.suppress(OSError):
             (folder / below).rmdir()

@@ -16,7 +16,7 @@ import torch
 from mla_convert import disk
 from mla_convert.destination import Goal, disk_errors
 from mla_convert.journal import WrittenBlock, checksum
-from mla_convert.remains import INCOMPLETE, JOURNAL, list_renames, part, remove_temporary
+from mla_convert.remains import INCOMPLETE, JOURNAL, folders_of, list_renames, part, remove_temporary
 from mla_convert.shard_plan import PlannedFile
 from mla_convert.work import Block
 
@@ -80,8 +80,8 @@ class Staging:
             disk.sync_folder(folder / INCOMPLETE)
             for name in names:
                 self._move(name)
-            for below in {folder, *((folder / name).parent for name in names)}:
-                disk.sync_folder(below)
+            for below in ("", *folders_of(names)):
+                disk.sync_folder(folder / below)
             self._move(marker)
             disk.sync_folder(folder)
             remove_temporary(folder)
@@ -89,7 +89,7 @@ class Staging:
 
     def _move(self, name: str) -> None:
         target = self.goal.folder / name
-        target.parent.mkdir(exist_ok=True)
+        target.parent.mkdir(parents=True, exist_ok=True)
         disk.move(part(self.goal.folder, name), target)
 
 

@@ -9,12 +9,13 @@ import shutil
 from typing import Any
 
 import pytest
+from interruptions import vanish
 from snapshots import snapshot
 from variants import (
     small_checkpoint,
 )
 
-from mla_convert import disk, journal
+from mla_convert import destination, disk, journal
 from mla_convert.checkpoint import Checkpoint
 from mla_convert.conversion import convert
 from mla_convert.errors import CheckpointError, SidecarError, UsageError
@@ -63,6 +64,8 @@ def test_whole_folders_are_complete_or_do_not_load(
     """Stopped at every rename, as by Ctrl-C: nothing loads, and the next call finishes it."""
     source = small_checkpoint(tmp_path / "source")
     (source / "LICENSE").write_text("free")
+    (source / "assets/img").mkdir(parents=True)
+    (source / "assets/img/note.txt").write_text("a picture")
     convert(source, tmp_path / "whole", target=target)
     whole, names = snapshot(tmp_path / "whole"), len(snapshot(tmp_path / "whole"))
     move = disk.move
@@ -90,6 +93,58 @@ def test_whole_folders_are_complete_or_do_not_load(
         assert any("were done before" in note for note in report.notes)
         assert snapshot(out) == whole
         assert not (out / ".mla_absorbed.incomplete").exists()
+
+
+@pytest.mark.parametrize("resume", [True, False])
+@pytest.mark.parametrize("name", ["note.txt", "config.json"])
+def test_folders_within_a_folder(
+    tmp_path: pathlib.Path, name: str, resume: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every level that is made goes again with a run that fails, and is taken up after one that was killed."""
+    source, out = small_checkpoint(tmp_path / "source"), tmp_path / "out"
+    (source / "assets/img").mkdir(parents=True)
+    (source / "assets/img/note.txt").write_text("a picture")
+    move = disk.move
+
+    def stopping(here: pathlib.Path, there: pathlib.Path) -> None:
+        if there.name == name:
+            raise Stop
+        move(here, there)
+
+    for killed in (False, True):
+        with monkeypatch.context() as patch:
+            patch.setattr(disk, "move", stopping)
+            if killed:
+                vanish(patch)
+            with pytest.raises(Stop):
+                convert(source, out, target="hf")
+        assert out.exists() == (out / "assets/img").is_dir() == killed
+    convert(source, out, target="hf", resume=resume)
+    assert (out / "assets/img/note.txt").read_text() == "a picture"
+
+
+def test_folders_of_others_are_in_the_way(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "out/assets").mkdir(parents=True)
+    with pytest.raises(UsageError, match="out holds assets; a whole model goes into a new or empty folder"):
+        convert(small_checkpoint(tmp_path / "source"), tmp_path / "out", target="hf")
+
+
+def test_every_level_of_folders_reaches_the_disk(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the model is complete: a name that the disk has is of no use in a folder that it lost."""
+    source, out = small_checkpoint(tmp_path / "source"), tmp_path / "out"
+    (source / "assets/img").mkdir(parents=True)
+    (source / "assets/img/note.txt").write_text("a picture")
+    synced: list[str] = []
+    sync = disk.sync_folder
+
+    def noted(folder: pathlib.Path) -> None:
+        if not (out / "config.json").exists():
+            synced.append(folder.relative_to(out).as_posix())
+        sync(folder)
+
+    monkeypatch.setattr(disk, "sync_folder", noted)
+    convert(source, out, target="hf")
+    assert sorted(synced) == [".", destination.INCOMPLETE, "assets", "assets/img"]
 
 
 @pytest.mark.parametrize(
