@@ -13,6 +13,7 @@ disturbed run shows. Both sides see the same random latents and the same weights
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import os
 import pathlib
@@ -73,6 +74,11 @@ DIMS: dict[str, Any] = {
 }
 
 
+def with_cache(module: Any, cache: Any) -> dict[str, Any]:
+    """``cache`` by the name that a model or its attention has for it: ``past_key_values`` before transformers 5.24."""
+    return {"cache" if "cache" in inspect.signature(module.forward).parameters else "past_key_values": cache}
+
+
 class Side:
     """One way to take the step: a model and a cache that holds the history."""
 
@@ -86,19 +92,22 @@ class Side:
         latent = torch.randn(1, 1, history, config.kv_lora_rank, generator=gen).to(device, dtype)
         k_rope = torch.randn(1, 1, history, config.qk_rope_head_dim, generator=gen).to(device, dtype)
         self.cache.update(latent, k_rope, 0)
+        self.history = history
         self.hidden = torch.randn(1, 1, config.hidden_size, generator=gen).to(device, dtype)
         position = torch.full((1, 1), history, device=device)
-        self.rotation = model.model.rotary_emb(self.hidden, position)
+        self.given: dict[str, Any] = {"hidden_states": self.hidden, "attention_mask": None}
+        self.given["position_embeddings"] = model.model.rotary_emb(self.hidden, position)
+        self.given |= with_cache(self.module, self.cache)
 
     def step(self) -> torch.Tensor:
         """One new token; its latent is appended."""
-        out = self.module(
-            hidden_states=self.hidden, position_embeddings=self.rotation, attention_mask=None, cache=self.cache
-        )
+        out: tuple[torch.Tensor, ...] = self.module(**self.given)
         return out[0]
 
     def back(self) -> None:
-        """Forget the token again."""
+        """Forget the token again, which must be there: a step that passed its cache over is none."""
+        length = self.cache.get_seq_length()
+        assert length == self.history + 1, f"a step over {self.history} tokens left {length} in the cache"
         for layer in self.cache.layers:
             layer.crop(-1)
 

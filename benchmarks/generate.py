@@ -19,6 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from decode_step import with_cache
 from torch.profiler import ProfilerActivity, profile
 from transformers import DeepseekV2Config, DeepseekV2ForCausalLM, DynamicCache, StaticCache
 
@@ -69,10 +70,11 @@ def history(model: Any, tokens: int) -> Any:
 
 def stepping(model: Any, cache: Any) -> Callable[[], Any]:
     """One new token over ``cache``, taken back afterwards."""
-    token = torch.zeros(1, 1, dtype=torch.long)
+    token, given, tokens = torch.zeros(1, 1, dtype=torch.long), with_cache(model, cache), cache.get_seq_length()
 
     def step() -> None:
-        model(token, cache=cache)
+        model(token, **given)
+        assert cache.get_seq_length() == tokens + 1
         for layer in cache.layers:
             layer.crop(-1)
 
@@ -112,7 +114,7 @@ def prefill(repetitions: int) -> dict[str, Any]:
     """4,096 tokens at once, in two layers: transformers first, patched second."""
     original, patched = build(2)
     ids = torch.randint(0, 1024, (1, 4096))
-    pair = tuple(lambda m=m: m(ids, cache=DynamicCache(), logits_to_keep=1) for m in (original, patched))
+    pair = tuple(lambda m=m: m(ids, **with_cache(m, DynamicCache()), logits_to_keep=1) for m in (original, patched))
     return {"prefill 4096": in_turns(pair, max(3, repetitions // 4))}  # type: ignore[arg-type]
 
 

@@ -23,7 +23,7 @@ import tempfile
 from typing import Any
 
 import torch
-from decode_step import HEADS, SMALL
+from decode_step import HEADS, SMALL, with_cache
 from transformers import DeepseekV2Config, DeepseekV2ForCausalLM, DynamicCache
 
 import mla_convert
@@ -61,7 +61,8 @@ def measure_here(folder: str, absorbed: str | None, dtype: torch.dtype) -> dict[
         products = list(mla_convert.patch(model, absorbed, form="factored").describe().products)
     cache, ids = DynamicCache(config=model.config), torch.arange(16)[None]
     for at in (slice(0, 12), slice(12, 13), slice(13, 14)):
-        model(ids[:, at], cache=cache)
+        model(ids[:, at], **with_cache(model, cache))
+    assert cache.get_seq_length() == 14
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     lines = pathlib.Path("/proc/self/status").read_text().splitlines()

@@ -26,6 +26,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from decode_step import with_cache
 from transformers import DynamicCache
 
 import mla_convert
@@ -156,17 +157,19 @@ class Steps:
     def __init__(self, model: Any, ids: torch.Tensor) -> None:
         self.model, self.token = model, ids[:1, :1]
         self.cache: Any = DynamicCache(config=model.config)
-        model(ids[:1], cache=self.cache)
-        model(self.token, cache=self.cache)
+        self.given = with_cache(model, self.cache)
+        model(ids[:1], **self.given)
+        model(self.token, **self.given)
         storages = {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors_of(self.cache.layers)}
         self.length = self.cache.get_seq_length()
+        assert self.length == ids.shape[1] + 1
         held = sum(tensor.nbytes for tensor in storages.values())
         self.bytes_per_token = held / self.length / len(self.cache.layers)
 
     def step(self) -> float:
         """Seconds of one step."""
         start = time.perf_counter()
-        self.model(self.token, cache=self.cache)
+        self.model(self.token, **self.given)
         elapsed = time.perf_counter() - start
         self.cache.crop(-1)
         return elapsed

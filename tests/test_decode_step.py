@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import inspect
 import json
 import pathlib
 import sys
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 RECORDED = ROOT / "benchmarks" / "results" / "decode_step.json"
@@ -61,6 +64,34 @@ def test_a_chosen_measurement_has_the_recorded_columns(
     assert (row["dims"], row["dtype"], row["history"]) == ("small", "float32", 8)
     # float32 products of at most 128 numbers each, in another order: a few hundred roundings of 2 ** -24.
     assert row["relative_difference"] < 1e-4 and "small   float32" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])
+@torch.inference_mode()
+def test_a_step_appends_by_the_name_that_the_release_has(
+    decode_step: ModuleType, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Attention of transformers before 5.24 takes ``past_key_values``, and passes over other names without a word."""
+    ours = inspect.signature(DeepseekV3Attention.forward).parameters
+    inner, theirs = DeepseekV3Attention.forward, "cache" if "cache" in ours else "past_key_values"
+
+    def forward(
+        self: Any, hidden_states: Any, position_embeddings: Any, attention_mask: Any, past: Any = None, **rest: Any
+    ) -> Any:
+        return inner(self, hidden_states, position_embeddings, attention_mask, **{theirs: rest.pop(name, past)})
+
+    parameters = [p.replace(name=name) if p.name == theirs else p for p in ours.values()]
+    monkeypatch.setattr(forward, "__signature__", inspect.Signature(parameters), raising=False)
+    monkeypatch.setattr(DeepseekV3Attention, "forward", forward)
+    original, patched = decode_step.pair("small", torch.float32)
+    for side in (decode_step.Side(original, 8, 1), decode_step.Side(patched, 8, 1)):
+        for _ in range(2):
+            side.step()
+            assert side.cache.get_seq_length() == 9
+            side.back()
+            assert side.cache.get_seq_length() == 8
+        with pytest.raises(AssertionError, match="a step over 8 tokens left 8 in the cache"):
+            side.back()
 
 
 def test_options_are_each_with_each(decode_step: ModuleType) -> None:
