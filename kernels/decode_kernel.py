@@ -90,6 +90,14 @@ def _columns(i: tl.constexpr, C: tl.constexpr, W: tl.constexpr, BC: tl.constexpr
 
 
 @triton.jit
+def _across(columns, stride, FAR: tl.constexpr):
+    """Offsets of columns that lie ``stride`` apart, in 64 bits where the last one needs them."""
+    if FAR:
+        columns = tl.cast(columns, tl.int64)
+    return columns * stride
+
+
+@triton.jit
 def _query(
     q_latent, flat_row, i: tl.constexpr, C: tl.constexpr, W: tl.constexpr, BC: tl.constexpr, IN_LOOP: tl.constexpr
 ):
@@ -166,6 +174,7 @@ def part_kernel(
     BR: tl.constexpr, BN: tl.constexpr, SPLIT: tl.constexpr,
     PAGE: tl.constexpr,  # tokens in a page, 0 without pages
     FORM: tl.constexpr, GROUP: tl.constexpr,  # numbers per scale (scale_s2 is 0 where groups share one), 0 for none
+    FAR: tl.constexpr,  # the last column, rotary number or group lies past 2 ** 31 elements behind the first
     TRANSPOSED: tl.constexpr, RELOAD: tl.constexpr,  # RELOAD: of the queries
     PER_TOKEN: tl.constexpr, SINGLE: tl.constexpr,
     HAS_LENS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_INDICES: tl.constexpr, HAS_SINKS: tl.constexpr,
@@ -217,12 +226,12 @@ def part_kernel(
         s = tl.zeros([BN, BR] if TRANSPOSED else [BR, BN], dtype=tl.float32)
         for i in tl.static_range(PIECES):
             c, c_in = _columns(i, C, W, BC)
-            p_codes = latent + at[:, None] + c[None, :] * latent_s2
+            p_codes = latent + at[:, None] + _across(c, latent_s2, FAR)[None, :]
             codes = tl.load(p_codes, mask=there[:, None] & c_in[None, :], other=0)  # [BN, BC]
             k = k + (_numbers(codes, FORM, q_latent.dtype.element_ty),)
             qi = _query(q_latent, flat_row, i, C, W, BC, True) if RELOAD else q[i]
             if GROUP > 0:
-                p_factor = p_factors + i * W // GROUP * scale_s2
+                p_factor = p_factors + _across(i * W // GROUP, scale_s2, FAR)
                 factors = factors + (_along_tokens(_factors(p_factor, there, FORM), TRANSPOSED),)
                 s += _scores(qi, k[i], None, TRANSPOSED, PRECISION) * factors[i]
             else:
@@ -230,7 +239,8 @@ def part_kernel(
         if R > 0:
             rope_at = outer * rope_outer + inner * rope_inner
             r_there = there[:, None] & r_in[None, :]
-            kr = tl.load(k_rope + rope_at[:, None] + r[None, :] * rope_s2, mask=r_there, other=0.0)  # [BN, BP]
+            p_rope = k_rope + rope_at[:, None] + _across(r, rope_s2, FAR)[None, :]
+            kr = tl.load(p_rope, mask=r_there, other=0.0)  # [BN, BP]
             s = _scores(qr, kr.to(qr.dtype), s, TRANSPOSED, PRECISION)
         seen = _along_tokens(counts, TRANSPOSED)
         if not PER_TOKEN:

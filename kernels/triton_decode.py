@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import triton
 
-from mla_convert.kernels.arguments import DecodeArguments
+from mla_convert.kernels.arguments import DecodeArguments, LatentScale
 from mla_convert.kernels.decode_kernel import join_kernel, part_kernel
 from mla_convert.kernels.device import on_device
 from mla_convert.kernels.tiles import INTERPRETED, Tile, choose_tile, nearest_arch, padded, piece_width
@@ -138,6 +138,13 @@ def _in_units(strides: tuple[int, ...]) -> tuple[int, ...]:
     return (strides[0] // unit, strides[1] // unit, strides[2])
 
 
+def _far(tensor: LatentScale | None) -> bool:
+    """Whether the last number of a token lies so far behind its first that 32 bits don't count it."""
+    if not isinstance(tensor, torch.Tensor) or tensor.dim() < 3:
+        return False
+    return (tensor.shape[2] - 1) * tensor.stride(2) >= 1 << 31
+
+
 def _strides(name: str, strides: tuple[int, ...]) -> dict[str, int]:
     return {f"{name}_s{i}": stride for i, stride in enumerate(strides)}
 
@@ -178,6 +185,7 @@ def part_arguments(args: DecodeArguments, tile: Tile, division: Division) -> dic
         "PAGE": 0 if table is None else args.latent.shape[1],
         "FORM": form,
         "GROUP": group if scale_strides[2] else group and piece,
+        "FAR": any(_far(each) for each in (codes, args.k_rope, args.latent_scale)),
         "TRANSPOSED": tile.transposed,
         "RELOAD": tile.reload_query,
         "SINGLE": division.parts == 1,

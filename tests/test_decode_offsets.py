@@ -79,3 +79,26 @@ def test_last_sequence(pages: torch.Tensor) -> None:
     found = triton_decode.launch(problem(far, **both), tile)
     wanted = near(pages, tile)
     assert_equal((found[0][1:], found[1][1:]), wanted)
+
+
+def spread_out(pages: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    """``numbers`` [1, T, columns] with each column so far from the next that the last lies past 2³¹."""
+    tokens, columns = numbers.shape[1:]
+    gap = (1 << 31) // (columns - 1) + 1
+    far = pages.as_strided((1, tokens, columns), (tokens, 1, gap))
+    assert (columns - 1) * gap > 1 << 31 and (columns - 1) * gap + tokens < (PAGES - 1) * PAGE * WIDTH
+    far.copy_(numbers)
+    return far
+
+
+@pytest.mark.parametrize("tile", TILES.values(), ids=TILES)
+@pytest.mark.parametrize("name", ["latent", "k_rope", "latent_scale"])
+def test_last_columns(pages: torch.Tensor, name: str, tile: Tile) -> None:
+    """A cache laid out columns first, of the latent, of the rotary keys, or of the scales of groups."""
+    near = problem(pages[-1:, :TOKENS].clone())
+    if name == "latent_scale":
+        codes = torch.randint(-127, 128, near.latent.shape, generator=torch.Generator().manual_seed(2))
+        scales = torch.rand(1, TOKENS, 4, generator=torch.Generator().manual_seed(3)) * 0.01 + 0.001
+        near = dataclasses.replace(near, latent=codes.to(torch.int8), latent_scale=scales.to(torch.float16))
+    far = check(dataclasses.replace(near, **{name: spread_out(pages, getattr(near, name))}))
+    assert_equal(triton_decode.launch(far, tile), triton_decode.launch(near, tile))
