@@ -54,7 +54,7 @@ class Codes(enum.StrEnum):
 Source = Annotated[
     str,
     typer.Argument(
-        metavar="SOURCE", help="Folder of the checkpoint, or org/name[@revision] on the hub.", show_default=False
+        metavar="SOURCE", help="Folder of the checkpoint, or org/name\\[@revision] on the hub.", show_default=False
     ),
 ]
 Out = Annotated[

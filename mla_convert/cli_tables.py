@@ -43,7 +43,8 @@ def show_conversion(output: console.Output, report: ConversionReport) -> None:
     }
     if report.largest_error is not None:
         where = "" if report.largest_error_tensor is None else f", {report.largest_error_tensor}"
-        facts["largest rounding error"] = f"{report.largest_error:.2g} of the tensor's largest value{where}"
+        size = f"{report.largest_error:.2g} of the tensor's largest value{where}"
+        facts["largest rounding error"] = size if report.largest_error else "none, every value is exact"
     output.facts(facts)
     if report.tensors:
         output.table("Requantized weights, against their float32 numbers", *report.tensor_rows())

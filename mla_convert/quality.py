@@ -53,7 +53,7 @@ def cut_windows(text: Prompts, most: int | None = None) -> Windows:
     """All of ``text``, or the first ``most`` windows of it; UsageError where it is shorter than one window."""
     total = len(text.stream)
     if total < WINDOW:
-        raise UsageError(f"{text.origin} has {total} tokens; at least one window of {WINDOW} is needed")
+        raise UsageError(f"{text.origin} has {total} tokens, and one window has {WINDOW}: give a longer text")
     starts = list(range(0, total - WINDOW + 1, WINDOW))
     counted = [PREFILL] * len(starts)
     if starts[-1] + WINDOW < total:

@@ -57,6 +57,9 @@ class PatchHandle:
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
 
+    def __repr__(self) -> str:
+        return f"<PatchHandle {self.describe()}>" if hasattr(self.model, _STATE) else "<PatchHandle, unpatched>"
+
     def describe(self) -> PatchDescription:
         """Family, form of each side, backend, threshold, cache and the layers patched."""
         state, layers = _state_of(self.model), _patched_layers(self.model)
@@ -209,7 +212,9 @@ def _check_unpatched(model: Any, modules: Sequence[tuple[str, nn.Module]]) -> No
 
 def _options(model: Any, backend: str, prefill_threshold: int | str, cache: str) -> Options:
     if not isinstance(model, PreTrainedModel):
-        raise UsageError(f"patch takes a transformers model, found {type(model).__name__}")
+        raise UsageError(
+            f"patch takes a transformers model, found {type(model).__name__}: load it first, or call mla_convert.load"
+        )
     form = parse_cache(cache)
     choose_backend(backend, model.device, code_dtype(form), model.dtype)
     whole = isinstance(prefill_threshold, int) and not isinstance(prefill_threshold, bool) and prefill_threshold >= 0

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from mla_convert.errors import UnsupportedModelError, UsageError
+from mla_convert.errors import PatchError, UnsupportedModelError, UsageError
 from mla_convert.patches.adapters import unwrapped
+from mla_convert.patches.layer import layer_of
 from mla_convert.patches.loading import class_for
 from mla_convert.patches.recognition import attention_modules
 
@@ -41,10 +42,13 @@ def tp_plan(model: Any) -> dict[str, str]:
         where that has none.
 
     Raises:
+        PatchError: a model that is patched.
         UnsupportedModelError: no MLA attention, or attention with further parts that belong to heads.
         CheckpointError: transformers has no generating model for the config.
     """
     whole = _skeleton(model)
+    if any(layer_of(module) for module in whole.modules()):
+        raise PatchError("the plan is for a model as it is loaded, and this one is patched: ask before, or unpatch it")
     plan: dict[str, str] = dict(whole.tp_plan or {})
     for name, module in attention_modules(whole):
         where = re.sub(r"\d+", "*", name)

@@ -26,6 +26,7 @@ from mla_convert.patches.adapters import adds
 from mla_convert.patches.sources import effective_weight
 from mla_convert.patches.weights import Stored, module_geometry, query_name
 from mla_convert.quantization import Quantized
+from mla_convert.recipe import SIDE_NAMES
 from mla_convert.storage import AbsorbedCheckpoint
 
 
@@ -59,7 +60,7 @@ class Sidecar:
             wanted, found = getattr(asked, side), getattr(layer, side)
             if wanted not in ("auto", found):
                 raise UsageError(
-                    f"the {side} side was asked for as {wanted}, and {self.label} holds it {found}: "
+                    f"the {SIDE_NAMES[side]} was asked for as {wanted}, and {self.label} holds it {found}: "
                     "leave the form out, or convert again"
                 )
         self.store.check_geometry(index, module_geometry(module))
@@ -154,18 +155,21 @@ class Sidecar:
             f"layer {index}: {self.label} and the model's {names} differ by a relative error of {found.error:.1e} "
             f"({found.where}); rounding explains {found.bound:.1e} at most"
         )
+        otherwise = "Use"
         if any(source.in_fp8_blocks for source in cast):
+            otherwise = "Otherwise use"
             message += (
                 f". The source is in FP8 blocks, and transformers {transformers.__version__} misreads those on a CPU "
                 "where a weight's rows or columns are not whole blocks: load it with mla_convert.load(folder), which "
                 "dequantizes by the config's block size"
             )
         elif forms := sorted({source.form for source in cast if source.form is not None}):
+            otherwise = "Otherwise use"
             message += (
                 f". The source is stored in codes ({'; '.join(forms)}): load it with mla_convert.load(folder), which "
                 "dequantizes it as convert did"
             )
-        return message + ". Otherwise use the weights made from this model, or convert again"
+        return f"{message}. {otherwise} the weights made from this model, or convert again where the file is damaged"
 
 
 def _part_of(module: Any, source: SourceTensor) -> str:

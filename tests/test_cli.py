@@ -47,6 +47,11 @@ def test_three_names_one_program(helps: dict[str, str]) -> None:
         assert words in text
 
 
+@pytest.mark.parametrize("command", ["inspect", "convert", "verify", "bench"])
+def test_help_keeps_square_brackets(command: str) -> None:
+    assert "org/name[@revision]" in " ".join(run(PROGRAMS["mla-convert"], command, "--help").stdout.split())
+
+
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_version(name: str) -> None:
     answer = run(PROGRAMS[name], "--version")

@@ -198,5 +198,5 @@ def test_texts_that_cannot_be(example_path: pathlib.Path, tmp_path: pathlib.Path
     (tmp_path / "other.txt").write_text(text[reported:])
     assert "calibrated on" in Calibration(checkpoint, tmp_path / "other.txt").description
     (tmp_path / "short.txt").write_text((example_path / "held_out.txt").read_text()[:400])
-    with pytest.raises(UsageError, match="less than two windows|at least one window"):
+    with pytest.raises(UsageError, match="less than two windows|one window has"):
         Calibration(checkpoint, tmp_path / "short.txt")

@@ -138,3 +138,9 @@ def test_shards_that_cut_through_a_head() -> None:
     projection.weight = torch.nn.Parameter(projection.weight.detach()[:42])
     with pytest.raises(PatchError, match="42 rows here, which are not whole heads of 16 \\+ 12"):
         mla_convert.patch(model)
+
+
+def test_a_plan_is_refused_for_a_patched_model() -> None:
+    model = models.deepseek_v3()
+    with mla_convert.patched(model), pytest.raises(PatchError, match="patched"):
+        tp_plan(model)

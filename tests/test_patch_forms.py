@@ -75,6 +75,8 @@ def test_describe() -> None:
     with mla_convert.patched(model, vo="fused", prefill_threshold=3, cache="dynamic") as handle:
         described = handle.describe()
         handle.warmup()
+        assert str(described) in repr(handle)
+    assert "unpatched" in repr(handle)
     assert described.to_dict() == {
         "family": "deepseek_v3",
         "qk_form": "factored",

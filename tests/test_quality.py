@@ -33,7 +33,7 @@ def test_every_position_after_the_prefill_counts_once() -> None:
     # A remainder longer than what follows the prefill: only decoded positions count.
     assert int(cut_windows(text(WINDOW + 250)).counted[1].sum()) == WINDOW - PREFILL
     assert len(cut_windows(text(2000), most=2).ids) == 2
-    with pytest.raises(UsageError, match="255 tokens; at least one window of 256"):
+    with pytest.raises(UsageError, match="255 tokens, and one window has 256"):
         cut_windows(text(255))
 
 
