@@ -94,6 +94,10 @@ def project_heads(
     BR: tl.constexpr,
     BC: tl.constexpr,
 ):
+    """``x @ weight`` of each head over its stored rows, or ``x @ weight.T`` over its columns; sums are in float32.
+
+    One program makes BM rows of one head's result, and one tile of its columns: BC, or BR over columns.
+    """
     GROUPS: tl.constexpr = SPAN // BLOCK_COLUMNS
     TILES_IN_SPAN: tl.constexpr = (SPAN + BC - 1) // BC
     COLUMN_TILES: tl.constexpr = (COLUMNS + SPAN - 1) // SPAN * TILES_IN_SPAN

@@ -90,6 +90,7 @@ class Division:
 
     @staticmethod
     def of(args: DecodeArguments, tile: Tile) -> Division:
+        """How ``args`` are shared out: rows are the heads of one query, or of all queries that see the same tokens."""
         batch, q_len, heads = args.q_latent.shape[:3]
         reach = args.kv_len if args.indices is None else args.indices.shape[2]
         parts = max(1, triton.cdiv(reach, tile.split_tokens))

@@ -49,6 +49,7 @@ def _optional(scheme: SourceScheme) -> bool:
 
 
 def asymmetric(scheme: SourceScheme) -> bool:
+    """Whether codes count from a zero point of their own, which is stored beside them."""
     return not scheme.symmetric
 
 

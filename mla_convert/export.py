@@ -9,9 +9,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -183,11 +182,3 @@ def _file_tensor(checkpoint: Checkpoint, name: str) -> FileTensor:
 def _order(name: str) -> list[tuple[int, str]]:
     """Sorts names with their numbers as numbers."""
     return [(int(step), "") if step.isdigit() else (-1, step) for step in name.split(".")]
-
-
-def hf_index(files: Iterable[PlannedFile]) -> str:
-    """The index of Hugging Face's shards."""
-    listed = list(files)
-    weight_map = {tensor.name: file.name for file in listed for tensor in file.tensors}
-    total = sum(tensor.nbytes for file in listed for tensor in file.tensors)
-    return json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n"

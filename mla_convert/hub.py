@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import IO, Any
 
-from mla_convert import hub_ranges
+from mla_convert import hub_listings, hub_ranges
 from mla_convert.errors import CheckpointError
 from mla_convert.hub_errors import hub_errors
 
@@ -204,7 +204,7 @@ def open_repository(text: str) -> HubPath:
             return _known(repo_id, revision, f"the hub cannot be reached ({hub_ranges.reason(error)})")
         files = {file.rfilename: int(file.size or 0) for file in info.siblings or ()}
         commit = str(info.sha)
-        hub_ranges.remember(repo_id, revision, commit, files)
+        hub_listings.remember(repo_id, revision, commit, files)
     return HubPath(f"{repo_id}@{commit}")
 
 
@@ -217,7 +217,7 @@ def split_id(text: str) -> tuple[str, str]:
 
 def _known(repo_id: str, revision: str, why: str) -> HubPath:
     """What was read before; CheckpointError with ``why`` where nothing was."""
-    commit = hub_ranges.remembered(repo_id, revision)
+    commit = hub_listings.remembered(repo_id, revision)
     if commit is None:
         config = in_cache(repo_id, "config.json", revision)
         commit = config.parent.name if config is not None else None
@@ -232,7 +232,7 @@ def _known(repo_id: str, revision: str, why: str) -> HubPath:
 @functools.lru_cache(maxsize=64)
 def _listing(repo_id: str, commit: str) -> dict[str, int]:
     """Every file of a commit with its size, as the hub or the hub client's cache has it."""
-    listed = hub_ranges.listing(repo_id, commit)
+    listed = hub_listings.listing(repo_id, commit)
     if listed is not None:
         return listed
     config = in_cache(repo_id, "config.json", commit)

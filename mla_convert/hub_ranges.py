@@ -1,8 +1,8 @@
 """Ranges of bytes of files on the hub: fetched with patience, and kept.
 
 They are kept where the hub client keeps what libraries cache (``HF_ASSETS_CACHE``), in a folder for each repository
-and commit: ``file/start-bytes`` for each range, ``.part`` while it is incomplete, and what files there are. A range
-that stands within one that is kept is not fetched again, and an incomplete one is gone on with.
+and commit: ``file/start-bytes`` for each range, ``.part`` while it is incomplete. A range that stands within one that
+is kept is not fetched again, and an incomplete one is gone on with.
 """
 
 from __future__ import annotations
@@ -10,16 +10,15 @@ from __future__ import annotations
 import contextlib
 import email.utils
 import importlib
-import json
 import logging
 import os
 import pathlib
 import re
 import time
-import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
+from mla_convert import disk
 from mla_convert.errors import CheckpointError
 
 _T = TypeVar("_T")
@@ -78,8 +77,13 @@ def _ranges(kept: pathlib.Path) -> Iterator[tuple[pathlib.Path, int, int]]:
     """Kept ranges: the file of each, its first byte, and the first one after it."""
     for file in kept.iterdir():
         first, _, count = file.name.partition("-")
-        if first.isdigit() and count.isdigit():
+        if first.isdigit() and count.isdigit() and _whole(file, int(count)):
             yield file, int(first), int(first) + int(count)
+
+
+def _whole(file: pathlib.Path, nbytes: int) -> bool:
+    """Whether a range is there with all of its bytes; one of another length is fetched again."""
+    return file.is_file() and file.stat().st_size == nbytes
 
 
 def _holding(kept: pathlib.Path, place: int) -> tuple[pathlib.Path, int, int] | None:
@@ -90,7 +94,7 @@ def _holding(kept: pathlib.Path, place: int) -> tuple[pathlib.Path, int, int] | 
 def _fetch(repo_id: str, commit: str, name: str, file: pathlib.Path, start: int, nbytes: int, size: int) -> None:
     part = file.with_name(file.name + ".part")
     with _client().WeakFileLock(file.with_name(file.name + ".lock")):
-        if file.exists():  # another process was faster
+        if _whole(file, nbytes):  # another process was faster
             return
         attempt = done = 0
         while True:
@@ -103,6 +107,7 @@ def _fetch(repo_id: str, commit: str, name: str, file: pathlib.Path, start: int,
                 if attempt == _TRIES or not passes(error):
                     raise
                 _wait(attempt, error)
+        disk.sync(part)  # the name says from then on that all of it is there
         os.replace(part, file)
 
 
@@ -218,28 +223,3 @@ def reason(error: BaseException) -> str:
     """The first line of what an error says."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0][:200] if lines else type(error).__name__
-
-
-def remember(repo_id: str, revision: str, commit: str, files: Mapping[str, int]) -> None:
-    """Keep which commit a revision stood for, and which files that has."""
-    _write(folder(repo_id, commit) / "listing.json", json.dumps(dict(files)))
-    _write(folder(repo_id) / revision.replace("/", "--"), commit)
-
-
-def remembered(repo_id: str, revision: str) -> str | None:
-    """The commit that a revision, or a commit itself, stood for when it was last asked for."""
-    file = folder(repo_id) / revision.replace("/", "--")
-    return file.read_text("utf-8") if file.is_file() else None
-
-
-def listing(repo_id: str, commit: str) -> dict[str, int] | None:
-    """The files of a commit with their sizes, if it was asked for before."""
-    file = folder(repo_id, commit) / "listing.json"
-    return json.loads(file.read_text("utf-8")) if file.is_file() else None
-
-
-def _write(file: pathlib.Path, text: str) -> None:
-    """Write a small file so that it is whole or not there."""
-    beside = file.with_name(f".{uuid.uuid4().hex}")
-    beside.write_text(text, "utf-8")
-    os.replace(beside, file)

@@ -13,7 +13,7 @@ import hashlib
 import json
 import pathlib
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from mla_convert import disk
@@ -149,9 +149,3 @@ def fingerprint(**what: Any) -> str:
     """One text for everything that decides which bytes are written; ``what`` are plain values for JSON."""
     text = json.dumps(what, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def file_stamps(files: Mapping[str, pathlib.Path]) -> dict[str, list[int]]:
-    """Size and time of change of each file, by the name given to it."""
-    found = {name: file.stat() for name, file in files.items()}
-    return {name: [status.st_size, status.st_mtime_ns] for name, status in found.items()}

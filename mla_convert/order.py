@@ -25,7 +25,8 @@ from mla_convert.origin import Origin
 from mla_convert.placing import companions, needs_copies
 from mla_convert.recipe import PlannedLayer
 from mla_convert.run import Job
-from mla_convert.sidecar import index_text, sidecar_job
+from mla_convert.shard_plan import index_text
+from mla_convert.sidecar import sidecar_job
 from mla_convert.watch import Watch
 from mla_convert.writing import MAX_SHARD_BYTES
 
@@ -101,7 +102,7 @@ class Order:
             config = (self.checkpoint.path / CONFIG).read_text("utf-8")
             return texts | {CARD: standalone_card(manifest, self.origin), CONFIG: config}
         if self.target == "hf":
-            index = {export.HF_INDEX: export.hf_index(self.job.files)}
+            index = {export.HF_INDEX: index_text(self.job.files)}
             return index | self._card() | {CONFIG: _text(_hf_config(self.checkpoint))}
         return self._card() | {CONFIG: _text(_native_config(self.checkpoint))}
 

@@ -107,7 +107,7 @@ def parse_forms(form: str, qk: str | None, vo: str | None) -> dict[Side, str]:
     UsageError for anything else, and for a ``form`` that neither side is to have.
     """
     for name, given in (("form", form), ("qk", qk), ("vo", vo)):
-        if given is not None and given not in (*FORMS, "auto"):
+        if given not in (*FORMS, "auto") and (given is not None or name == "form"):
             raise UsageError(f"{name} {given!r} is not known; supported are {', '.join(FORMS)} and auto")
     wanted: dict[Side, str] = {"qk": form if qk is None else qk, "vo": form if vo is None else vo}
     if form != "auto" and form not in wanted.values():
@@ -123,7 +123,7 @@ def parse_dtype(given: str | torch.dtype) -> torch.dtype | None:
     name = plain(given) if isinstance(given, torch.dtype) else given
     if name == "source":
         return None
-    if name not in DTYPES:
+    if not isinstance(name, str) or name not in DTYPES:
         raise UsageError(f"dtype {name!r}; supported are source, {', '.join(DTYPES)}")
     return DTYPES[name]
 
@@ -157,5 +157,5 @@ def check_options(target: str, parts: int | None, workers: int | None, max_shard
         raise UsageError(f"parts={parts!r}; a native checkpoint has a whole number of parts, one or more")
     if workers is not None and (type(workers) is not int or workers < 1):
         raise UsageError(f"workers={workers!r}; a run needs a whole number of threads, one or more: leave it out")
-    if max_shard_bytes is not None and max_shard_bytes <= 0:
-        raise UsageError(f"max_shard_bytes={max_shard_bytes}; a shard needs a positive number of bytes")
+    if max_shard_bytes is not None and (type(max_shard_bytes) is not int or max_shard_bytes < 1):
+        raise UsageError(f"max_shard_bytes={max_shard_bytes!r}; a shard needs a whole, positive number of bytes")

@@ -79,6 +79,13 @@ def _split(tensors: Sequence[FileTensor], max_bytes: int) -> Iterator[list[FileT
     yield shard
 
 
+def index_text(files: Sequence[PlannedFile]) -> str:
+    """The index that stands beside shards, in safetensors' form: which tensor stands in which file."""
+    weight_map = {tensor.name: file.name.rpartition("/")[2] for file in files for tensor in file.tensors}
+    total = sum(tensor.nbytes for file in files for tensor in file.tensors)
+    return json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n"
+
+
 def _header(tensors: Iterable[FileTensor]) -> bytes:
     """The beginning of a safetensors file of these tensors: length, JSON, spaces up to a multiple of 8."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}

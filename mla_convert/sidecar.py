@@ -155,13 +155,6 @@ def _figures(planned: StoredTensor, key: str, known: list[tuple[str, Rounding | 
     return {"largest_error": rounding.largest, "frobenius_error": rounding.frobenius}
 
 
-def index_text(files: Sequence[PlannedFile]) -> str:
-    """The index of the shards: which tensor stands in which file."""
-    weight_map = {tensor.name: file.name.rpartition("/")[2] for file in files for tensor in file.tensors}
-    total = sum(tensor.nbytes for file in files for tensor in file.tensors)
-    return json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n"
-
-
 def make_manifest(
     checkpoint: Checkpoint, planned: Sequence[PlannedLayer], remembered: Mapping[str, dict[str, Any]]
 ) -> Manifest:

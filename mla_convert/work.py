@@ -127,6 +127,8 @@ class _Pool:
         )
 
     def submit(self, flight: _Flight, task: Callable[..., None], *arguments: Any) -> None:
+        """Have ``task`` done for ``flight``, unless an error has ended that or the whole run before."""
+
         def guarded() -> None:
             if self._stopped or flight.error is not None:
                 return
@@ -140,6 +142,7 @@ class _Pool:
             self._executor.submit(guarded)
 
     def stop(self) -> None:
+        """Begin nothing more, and wait for what has begun."""
         self._stopped = True
         self._executor.shutdown(wait=True, cancel_futures=True)
 

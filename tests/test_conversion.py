@@ -287,11 +287,14 @@ def test_the_card_of_every_target(
 
 OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "form": (dict(form="half"), "form 'half' is not known; supported are factored, fused and auto"),
+    "no form": (dict(form=None), "form None is not known; supported are factored, fused and auto"),
+    "form of another type": (dict(form=["fused"]), r"form \['fused'\] is not known"),
     "qk": (dict(qk="Fused"), "qk 'Fused' is not known"),
     "vo": (dict(vo=""), "vo '' is not known"),
     "no side left": (dict(form="fused", qk="factored", vo="factored"), "form fused was asked for, and qk factored"),
     "dtype": (dict(dtype="int8"), "dtype 'int8'; supported are source, bfloat16, float16, float32"),
     "torch dtype": (dict(dtype=torch.float64), "dtype 'float64'; supported"),
+    "dtype of another type": (dict(dtype=["float32"]), r"dtype \['float32'\]; supported"),
     "quantize": (dict(quantize="int3"), "quantize='int3'; supported are int8, fp8, int4"),
     "qk_bits": (dict(qk_bits=5), "qk_bits=5; supported are 4"),
     "vo_bits": (dict(quantize="int8", vo_bits=True), "vo_bits=True; supported are 4"),
@@ -314,7 +317,10 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "device": (dict(device="cuda:77"), "device 'cuda:77' cannot be used here"),
     "device of another type": (dict(device=[]), r"device '\[\]' cannot be used here"),
     "no device": (dict(device="abacus"), "device 'abacus' cannot be used here"),
-    "shard size": (dict(max_shard_bytes=0), "max_shard_bytes=0"),
+    "shard size": (dict(max_shard_bytes=0), "max_shard_bytes=0; a shard needs a whole, positive number of bytes"),
+    "shard size as text": (dict(max_shard_bytes="5GB"), "max_shard_bytes='5GB'; a shard needs"),
+    "broken shard size": (dict(max_shard_bytes=1e9), "max_shard_bytes=1000000000.0; a shard needs"),
+    "no shard size": (dict(target="hf", max_shard_bytes=True), "max_shard_bytes=True; a shard needs"),
 }
 
 
