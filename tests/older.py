@@ -1,4 +1,7 @@
-"""transformers before 5.24 call a model's cache ``past_key_values``; the tests say ``cache``, as later releases do."""
+"""Older transformers: what they lack, and another name for the cache.
+
+Those before 5.24 call a model's cache ``past_key_values``; the tests say ``cache``, as later releases do.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,18 @@ import functools
 import inspect
 from typing import Any
 
+import pytest
 import transformers
 from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
 
 RELEASE = tuple(int(part) for part in transformers.__version__.split(".")[:2])
 RENAMED = (5, 24)
+
+
+def lacks(what: str) -> pytest.MarkDecorator:
+    """Leaves a test out under the older releases, which lack ``what``."""
+    return pytest.mark.skipif(RELEASE < RENAMED, reason=f"transformers {transformers.__version__} lacks {what}")
 
 
 def accept_cache() -> None:
