@@ -12,7 +12,7 @@ import hypothesis.strategies as st
 import models
 import pytest
 import torch
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
@@ -26,9 +26,12 @@ from mla_convert.patches.latent_layer import LatentLayer
 C, R = 6, 3
 
 
-def new_tokens(batch: int, count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+def new_tokens(
+    batch: int, count: int, seed: int, dtype: torch.dtype = torch.float32
+) -> tuple[torch.Tensor, torch.Tensor]:
     gen = torch.Generator().manual_seed(seed)
-    return torch.randn(batch, 1, count, C, generator=gen), torch.randn(batch, 1, count, R, generator=gen)
+    keys, values = (torch.randn(batch, 1, count, width, generator=gen) for width in (C, R))
+    return keys.to(dtype), values.to(dtype)
 
 
 def rounded(latent: torch.Tensor, form: str) -> torch.Tensor:
@@ -41,6 +44,8 @@ def rounded(latent: torch.Tensor, form: str) -> torch.Tensor:
 
 class SameLife(RuleBasedStateMachine):
     """Whatever happens to a few caches that share their beginnings, each holds what its ``DynamicCache`` holds."""
+
+    dtype = torch.float32
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,9 +69,9 @@ class SameLife(RuleBasedStateMachine):
         latent, dynamic = self.pick(which)
         self.appended += 1
         seed = self.appended
-        keys, values = new_tokens(self.stored(dynamic) or self.batch, count, seed)
+        keys, values = new_tokens(self.stored(dynamic) or self.batch, count, seed, self.dtype)
         if latent.layers and latent.layers[0].rows is not None and not dynamic.get_seq_length():
-            keys, values = new_tokens(latent.layers[0].rows.shape[0], count, seed)
+            keys, values = new_tokens(latent.layers[0].rows.shape[0], count, seed, self.dtype)
         found = latent.update(keys, values, 0)
         expected = dynamic.update(rounded(keys, self.form), values, 0)
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
@@ -144,8 +149,38 @@ class TestSameLongLife(SameLife.TestCase):  # type: ignore[misc, name-defined]
     """The same through 2,000 steps: 20 lives of 100, since the first of them is the simplest there is."""
 
     settings = hypothesis.settings(
-        max_examples=20, stateful_step_count=100, deadline=None, suppress_health_check=list(hypothesis.HealthCheck)
+        max_examples=14, stateful_step_count=100, deadline=None, suppress_health_check=list(hypothesis.HealthCheck)
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_thousand_steps_in_the_models_dtype_change_no_bit(dtype: torch.dtype) -> None:
+    """No codes here: in the dtype of the model a cache holds what it was given, bit for bit, after each step."""
+    checked = 0
+
+    class SameBits(SameLife):
+        @initialize(batch=st.integers(1, 3), count=st.integers(1, 6))
+        def begin(self, batch: int, count: int) -> None:
+            self.form, self.batch, self.dtype = "model", batch, dtype
+            self.pairs = [(LatentCache(), DynamicCache())]
+            self.append(0, count)
+
+        @invariant()
+        def same(self) -> None:
+            nonlocal checked
+            super().same()
+            for latent, dynamic in self.pairs:
+                if dynamic.get_seq_length():
+                    rows = latent.layers[0].rows
+                    assert rows is not None and rows.dtype == dtype == dynamic.layers[0].keys.dtype
+            if any(dynamic.get_seq_length() for _, dynamic in self.pairs):  # a step that left nothing says nothing
+                checked += 1
+
+    settings = hypothesis.settings(
+        max_examples=14, stateful_step_count=100, deadline=None, suppress_health_check=list(hypothesis.HealthCheck)
+    )
+    run_state_machine_as_test(SameBits, settings=settings)  # type: ignore[no-untyped-call]
+    assert checked >= 1000
 
 
 def test_a_fork_shares_the_prefix_until_one_appends() -> None:
