@@ -61,7 +61,7 @@ bench-convert: $(VENV)/.runtime
 	$(BIN)/python benchmarks/convert.py
 
 bench: $(VENV)/.runtime
-	$(foreach script,$(wildcard benchmarks/*.py),$(BIN)/python $(script) &&) true
+	$(foreach script,$(filter-out benchmarks/recording.py,$(wildcard benchmarks/*.py)),$(BIN)/python $(script) &&) true
 
 kernel-report: $(VENV)/.dev
 	$(BIN)/python tools/kernel_report.py

@@ -21,14 +21,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import json
-import pathlib
 import statistics
 import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
+import recording
 import torch
 from decode_step import Side, pair
 from torch.profiler import ProfilerActivity, profile
@@ -41,7 +40,6 @@ from mla_convert.patches.cache_formats import parse_format
 from mla_convert.patches.call import Handover
 from mla_convert.patches.latent_layer import LatentLayer
 
-RESULT = pathlib.Path(__file__).parent / "results" / "cache.json"
 LATENT, ROPE = 512, 64
 APPEND_LIMIT, STEP_LIMIT, MEMORY_LIMIT = 1.5, 1.2, 1.01
 FORMATS = ["int8", "fp8", "fp8:128", "int4", "int4:32"]
@@ -189,14 +187,14 @@ def main() -> None:
     parser.add_argument("--step", type=int, nargs="+", default=[16384, 65536])
     parser.add_argument("--dtype", nargs="+", default=["bfloat16", "float32"])
     parser.add_argument("--repetitions", type=int, default=11)
-    parser.add_argument("--json", type=pathlib.Path, default=RESULT)
+    recording.add_json(parser)
     args = parser.parse_args()
     append = measure_append(args.append, torch.bfloat16, 20 * args.repetitions)
     steps = [row for d in args.dtype for row in measure_steps(getattr(torch, d), args.step, args.repetitions)]
     growth = measure_growth(max(args.append), torch.bfloat16)
     machine = dataclasses.asdict(describe_machine(torch.device("cpu")))
     result = {"machine": machine, "append": append, "steps": steps, "growth": growth}
-    args.json.write_text(json.dumps(result, indent=1) + "\n")
+    recording.write(parser, args, result)
     for sentence in (found := broken(append, steps)):
         print(f"BROKEN: {sentence}")
     sys.exit(1 if found else 0)

@@ -1,6 +1,6 @@
 """Conversion at the sizes of DeepSeek-V3: memory, and speed beside what the machine can do.
 
-    python benchmarks/convert.py [--layers 32] [--fused-layers 2] [--rounds 3] [--folder DIR] [--json FILE]
+    python benchmarks/convert.py [--layers 32] [--fused-layers 2] [--rounds 7] [--folder DIR] [--json FILE]
 
 A checkpoint with V3's attention dimensions is made in a temporary folder: `kv_b_proj` of every layer is real, all
 other tensors are holes in sparse files, 12 GB in all that take 1.1 GB of the disk. Factored conversion is timed in
@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import recording
 import torch
 
 from mla_convert.disk import make_file, write_at
@@ -43,7 +44,6 @@ SHAPES = {
 FUSED = ("q_b_proj", "kv_b_proj", "o_proj")
 #: Multiplications and additions of both fused products of one layer.
 FLOPS = 2 * (H * C * N * Q + D * H * V * C)
-RESULT = pathlib.Path(__file__).parent / "results" / "convert.json"
 
 CONVERT = """
 import json, resource, sys
@@ -206,9 +206,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--fused-layers", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--folder", type=pathlib.Path, help="where to work; by default the system's temporary folder")
-    parser.add_argument("--json", type=pathlib.Path, default=RESULT)
+    recording.add_json(parser)
     given = parser.parse_args()
     needed = 3 * given.layers * 2 * H * (N + V) * C + given.fused_layers * 2_000_000_000
     with tempfile.TemporaryDirectory(dir=given.folder, prefix="mla-convert-bench-") as name:
@@ -228,7 +228,7 @@ def main() -> None:
     machine = describe_machine(torch.device("cpu"))
     cores = len(os.sched_getaffinity(0))
     record = {"machine": vars(machine), "cores": cores, "bare_import": bare, **results}
-    given.json.write_text(json.dumps(record, indent=1) + "\n")
+    recording.write(parser, given, record, aside=("folder",))
 
 
 if __name__ == "__main__":

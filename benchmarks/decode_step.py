@@ -1,6 +1,6 @@
 """One decode step of one attention module: transformers beside the absorbed form, in one run.
 
-    python benchmarks/decode_step.py [--json benchmarks/results/decode_step.json]
+    python benchmarks/decode_step.py [--json FILE]
 
 Without options it measures what the README quotes (:data:`QUOTED`), in a few minutes on two cores. ``--dims``,
 ``--dtype`` and ``--history`` choose other dimensions, dtypes and lengths, each with each.
@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import argparse
 import inspect
-import json
 import os
 import pathlib
 import statistics
 import time
 from typing import Any
 
+import recording
 import torch
 import transformers
 from transformers import DeepseekV2Config, DeepseekV2ForCausalLM, DeepseekV3Config, DeepseekV3ForCausalLM, DynamicCache
@@ -199,14 +199,14 @@ def chosen(args: argparse.Namespace) -> list[tuple[str, str, list[int]]]:
 
 
 def main() -> None:
-    """Parse the command line, measure, print, and write JSON where asked."""
+    """Parse the command line, measure, print, and write JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dims", choices=DIMS, nargs="+")
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], nargs="+")
     parser.add_argument("--history", type=int, nargs="+")
     parser.add_argument("--repetitions", type=int, default=21)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--json", type=pathlib.Path)
+    recording.add_json(parser)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     head = {
@@ -219,8 +219,7 @@ def main() -> None:
     rows = []
     for dims, dtype, histories in chosen(args):
         rows += compare(dims, getattr(torch, dtype), histories, args.repetitions)
-    if args.json:
-        args.json.write_text(json.dumps(head | {"rows": rows}, indent=1) + "\n")
+    recording.write(parser, args, head | {"rows": rows})
 
 
 if __name__ == "__main__":

@@ -11,10 +11,10 @@ those of the checkpoint that ships with the package; random ones stand for DeepS
 from __future__ import annotations
 
 import argparse
-import json
 import pathlib
 from collections.abc import Iterator
 
+import recording
 import torch
 from torch import Tensor
 
@@ -83,9 +83,9 @@ def compare(name: str, side: str, bits: int) -> dict[str, object]:
 
 
 def main() -> None:
-    """Print every case, and write JSON where asked."""
+    """Print every case, and write JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=pathlib.Path)
+    recording.add_json(parser)
     args = parser.parse_args()
     rows = []
     for name in ("example", "random, V3"):
@@ -93,8 +93,7 @@ def main() -> None:
             for bits in (4, 8):
                 rows.append(compare(name, side, bits))
                 print(", ".join(f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}" for k, v in rows[-1].items()))
-    if args.json:
-        args.json.write_text(json.dumps(rows, indent=1) + "\n")
+    recording.write(parser, args, rows)
 
 
 if __name__ == "__main__":

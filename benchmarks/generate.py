@@ -11,13 +11,12 @@ Memory is what PyTorch's profiler sees allocated at most at once during a step, 
 from __future__ import annotations
 
 import argparse
-import json
-import pathlib
 import statistics
 import time
 from collections.abc import Callable
 from typing import Any
 
+import recording
 import torch
 from decode_step import with_cache
 from torch.profiler import ProfilerActivity, profile
@@ -169,12 +168,12 @@ def line(name: str, row: dict[str, float]) -> str:
 
 
 def main() -> None:
-    """Parse the command line, measure, print, and write JSON where asked."""
+    """Parse the command line, measure, print, and write JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS))
     parser.add_argument("--repetitions", type=int, default=21)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--json", type=pathlib.Path)
+    recording.add_json(parser)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     capability = torch.backends.cpu.get_cpu_capability()
@@ -187,10 +186,7 @@ def main() -> None:
         for name, row in found.items():
             print(line(name, row), flush=True)
         rows |= found
-    if args.json:
-        args.json.write_text(
-            json.dumps({"torch": torch.__version__, "machine": machine, "rows": rows}, indent=1) + "\n"
-        )
+    recording.write(parser, args, {"torch": torch.__version__, "machine": machine, "rows": rows})
 
 
 if __name__ == "__main__":

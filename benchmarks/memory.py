@@ -22,6 +22,7 @@ import sys
 import tempfile
 from typing import Any
 
+import recording
 import torch
 from decode_step import HEADS, SMALL, with_cache
 from transformers import DeepseekV2Config, DeepseekV2ForCausalLM, DynamicCache
@@ -32,7 +33,6 @@ from mla_convert.patches.layer import layer_of
 from mla_convert.patches.loading import load_original
 from mla_convert.quiet import no_loading_bars
 
-RESULT = pathlib.Path(__file__).parent / "results" / "memory.json"
 #: Name of a row -> options of convert; None is the unpatched model, an empty one a patched model in plain numbers.
 ROWS: dict[str, dict[str, Any] | None] = {
     "unpatched": None,
@@ -87,7 +87,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--json", type=pathlib.Path, default=RESULT)
+    recording.add_json(parser)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     parser.add_argument("--absorbed", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -117,7 +117,7 @@ def main() -> None:
             )
     machine = dataclasses.asdict(describe_machine(torch.device("cpu")))
     result = {"machine": machine, "layers": args.layers, "dtype": args.dtype, "rows": rows}
-    args.json.write_text(json.dumps(result, indent=1) + "\n")
+    recording.write(parser, args, result)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ import argparse
 import contextlib
 import copy
 import dataclasses
-import json
 import pathlib
 import statistics
 import sys
@@ -25,6 +24,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import recording
 import torch
 from decode_step import with_cache
 from transformers import DynamicCache
@@ -42,7 +42,6 @@ from mla_convert.schemes import Scheme, parse_schemes
 
 DTYPES = (torch.float32, torch.bfloat16)
 EXAMPLE = pathlib.Path(mla_convert.__file__).parent / "example"
-RESULT = pathlib.Path(__file__).parent / "results" / "quality.json"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,7 +227,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", metavar="WORD", help="configurations whose names contain one of these")
     parser.add_argument("--windows", type=int, help="how many windows; by default all of the text")
     parser.add_argument("--repetitions", type=int, default=50, help="timed steps of each configuration")
-    parser.add_argument("--json", type=pathlib.Path, default=RESULT)
+    recording.add_json(parser)
     args = parser.parse_args()
     chosen = [c for c in CONFIGURATIONS if not args.only or any(word in c.name for word in args.only)]
     text = read_prompts(EXAMPLE, 1024)
@@ -249,7 +248,7 @@ def main() -> None:
         "windows": len(windows.ids),
         "rows": [dataclasses.asdict(row) for row in rows],
     }
-    args.json.write_text(json.dumps(result, indent=1) + "\n")
+    recording.write(parser, args, result)
     sys.exit(0 if all(row.kept for row in rows) else 1)
 
 

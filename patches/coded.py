@@ -32,15 +32,16 @@ _WORDS = {
     INT4: "multiplied as codes (PyTorch's packed int4 product)",
     PLAIN: "dequantized once",
 }
-#: The product on a CPU in bfloat16, by kind of codes and side ("fused" is one matrix for all heads, of either side). A
-#: packed product stands here where ``benchmarks/coded_products.py`` measured it faster than the plain one with the
-#: weight dequantized once; figures in ``benchmarks/NOTES.md``. What is not named is dequantized once.
+#: The product on a CPU in bfloat16, by kind of codes and side ("fused" is one matrix for all heads, of either side).
+#: The rule: a packed product is used where it was faster than the plain one in bfloat16 at V2-Lite's and at V3's
+#: dimensions, at each in the median over thread counts. Smaller matrices are measured beside them and do not decide.
+#: ``benchmarks/coded_products.py`` measures, and says what has to stand here; figures are in ``benchmarks/NOTES.md``.
+#: What is not named is dequantized once.
 CPU_PRODUCTS: dict[tuple[str, str], str] = {
     ("int8", "key"): INT8,
     ("int8", "value"): INT8,
     ("int8", "fused"): INT8,
     ("int4", "value"): INT4,
-    ("int4", "fused"): INT4,
 }
 #: What PyTorch's packed int4 product asks of the rows of a weight, and what the int8 one silently needs of the numbers
 #: that are summed: with 12, 20, 40 or 100 of them, torch 2.13 returns wrong numbers in bfloat16, or crashes.
@@ -150,7 +151,9 @@ class CodedProjection(nn.Module):
             share, whole = _share(scales, 1 << 7, dim=1, dtype=rows.dtype)
             rows = (rows * share[:, None]).to(rows.dtype)
             return self._int8(rows, whole.expand(-1, self.columns))
-        # Scales of the result multiply it; a power of two keeps sums of codes within float16.
+        if rows.dtype != torch.float16:
+            return self._int8(rows, scales)
+        # float16 would lose small scales, which multiply the result apart; a power of two keeps its sums in reach.
         sums = self._int8(rows, rows.new_full(scales.shape, 2**-7))
         return (sums * (scales * 2**7)[:, None]).to(rows.dtype)
 

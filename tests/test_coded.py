@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import json
 import pickle
 
+import benchmarking
 import pytest
 import torch
 from torch import Tensor
@@ -140,6 +142,28 @@ def test_the_choice_on_a_cpu(
     assert str(scheme) in describe_product(scheme, product)
     monkeypatch.setattr(coded_module, "CPU_PRODUCTS", {})
     assert choose_product(scheme, (rows, 128), CPU, dtype, side=side) == PLAIN
+
+
+def test_the_table_is_what_was_measured() -> None:
+    """The rule of the table, on the figures that are recorded."""
+    recorded = json.loads((benchmarking.RESULTS / "coded_products.json").read_text("utf-8"))
+    assert set(benchmarking.script("coded_products").decided(recorded["rows"])) == set(CPU_PRODUCTS)
+
+
+def test_the_rule_of_the_table() -> None:
+    """Faster at both dimensions, in the median over thread counts; neither small matrices nor other dtypes decide."""
+
+    def row(dims: str, side: str, threads: int, packed: float, dtype: str = "bfloat16") -> dict[str, object]:
+        times = {"plain": 10.0, "int8 packed": packed}
+        return {"dims": dims, "dtype": dtype, "side": side, "threads": threads, "microseconds": times}
+
+    decided = benchmarking.script("coded_products").decided
+    faster = [row(dims, "key", threads, 5) for dims in ("v2-lite", "v3") for threads in (1, 2)]
+    assert decided(faster) == [("int8", "key")]
+    assert decided([*faster, row("example", "key", 1, 99), row("v3", "key", 1, 99, "float32")]) == [("int8", "key")]
+    assert decided(faster[:2]) == []  # not measured at V3's dimensions
+    assert decided([*faster[:3], row("v3", "key", 2, 12)]) == [("int8", "key")]  # speeds of 2 and 0.83
+    assert decided([*faster[:3], row("v3", "key", 2, 12), row("v3", "key", 4, 12)]) == []
 
 
 def test_the_table_names_products_that_there_are() -> None:

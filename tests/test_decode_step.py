@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import inspect
 import json
 import pathlib
@@ -11,21 +10,17 @@ import sys
 from types import ModuleType
 from typing import Any
 
+import benchmarking
 import pytest
 import torch
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-RECORDED = ROOT / "benchmarks" / "results" / "decode_step.json"
+RECORDED = benchmarking.RESULTS / "decode_step.json"
 
 
 @pytest.fixture(scope="module")
 def decode_step() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("decode_step", ROOT / "benchmarks" / "decode_step.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return benchmarking.script("decode_step")
 
 
 def run(module: ModuleType, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
