@@ -76,16 +76,28 @@ class Calibration:
         self.tag = f"{hashlib.sha256(pathlib.Path(text).read_bytes()).hexdigest()} {count}"
         self.description = f"calibrated on {count - count // 2} windows of {os.fspath(text)}, judged on {count // 2}"
         self._choosers: dict[int, Chooser] | None = None
+        self._error: BaseException | None = None
         self._lock = threading.Lock()
 
     def __call__(self, index: int, key: str, weight: Tensor, scheme: Scheme) -> tuple[Quantized, str]:
         """Choose the codes of the tensor under ``key`` of layer ``index``."""
-        with self._lock:
-            if self._choosers is None:
-                self._choosers = self._run()
-        if index not in self._choosers:
+        choosers = self._found()
+        if index not in choosers:
             return quantize(weight, scheme), "nearest"
-        return self._choosers[index].choose(key, weight.cpu(), scheme)
+        return choosers[index].choose(key, weight.cpu(), scheme)
+
+    def _found(self) -> dict[int, Chooser]:
+        """What the one run of the model found, or its error, whichever thread it was that ran it."""
+        with self._lock:
+            if self._error is not None:
+                raise self._error
+            if self._choosers is None:
+                try:
+                    self._choosers = self._run()
+                except BaseException as error:
+                    self._error = error
+                    raise
+            return self._choosers
 
     def _run(self) -> dict[int, Chooser]:
         with no_loading_bars():

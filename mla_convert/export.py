@@ -144,7 +144,7 @@ def _job(checkpoint: Checkpoint, watch: Watch, files: Sequence[PlannedFile], pla
         source=[watch.origin, watch.stamps],
     )
     largest = max(_file_tensor(checkpoint, name).nbytes for name in places)
-    return Job(tuple(files), units, plan, largest, noun="tensors or parts of them")
+    return Job(tuple(files), units, plan, largest, noun="tensors or parts of them", release=buffers.release)
 
 
 def _load(

@@ -18,6 +18,7 @@ from typing import Any
 
 from mla_convert import disk
 from mla_convert.remains import PROGRESS
+from mla_convert.version import __version__
 
 _PIECE = 1 << 24
 
@@ -146,6 +147,9 @@ def _block_holds(block: WrittenBlock, part: pathlib.Path) -> bool:
 
 
 def fingerprint(**what: Any) -> str:
-    """One text for everything that decides which bytes are written; ``what`` are plain values for JSON."""
-    text = json.dumps(what, sort_keys=True, separators=(",", ":"))
+    """One text for everything that decides which bytes are written; ``what`` are plain values for JSON.
+
+    The version of this package is one of these: what one release has begun, another does not go on with.
+    """
+    text = json.dumps(what | {"version": __version__}, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import threading
 from collections.abc import Iterable
@@ -38,7 +39,8 @@ class Buffers:
     def take(self, nbytes: int) -> Tensor:
         """uint8 [nbytes], uninitialized; on the host.
 
-        Where none of that size is free, those of other sizes are let go: what is free never adds to what is in use.
+        Where none of that size is free, those of other sizes are let go: what is free and what is in use are together
+        never more than what was in use at one time.
         """
         with self._lock:
             found = self._free.get(nbytes)
@@ -53,6 +55,19 @@ class Buffers:
             for buffer in buffers:
                 self._free.setdefault(len(buffer), []).append(buffer)
 
+    def release(self) -> None:
+        """Let go of what is free; for when the work has ended and the job that did it lives on."""
+        with self._lock:
+            self._free.clear()
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """The memory of one job: ``buffers`` for what its units read, ``scratch`` for the blocks that they make."""
+
+    buffers: Buffers = dataclasses.field(default_factory=Buffers)
+    scratch: Scratch = dataclasses.field(default_factory=Scratch)
+
 
 class Lease:
     """What one unit has taken of ``buffers``; a function that gives memory, as ``Checkpoint.read`` takes it."""
@@ -62,6 +77,7 @@ class Lease:
         self._taken: list[Tensor] = []
 
     def __call__(self, nbytes: int) -> Tensor:
+        """Take ``nbytes`` of the buffers (:meth:`Buffers.take`)."""
         buffer = self._buffers.take(nbytes)
         self._taken.append(buffer)
         return buffer

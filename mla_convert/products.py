@@ -13,11 +13,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from mla_convert.absorption import Rounding, fuse_ov, fuse_qk, slice_rows, split_kv_b
+from mla_convert.absorption import fuse_ov, fuse_qk, slice_rows, split_kv_b
 from mla_convert.checkpoint import Checkpoint
 from mla_convert.geometry import MLAGeometry
 from mla_convert.manifest import SourceTensor
 from mla_convert.recipe import PlannedLayer
+from mla_convert.rounding import Rounding
 from mla_convert.storage import describe_source
 
 #: Bytes of a stored tensor that are made at a time.

@@ -34,7 +34,8 @@ _SPARE_MEMORY = 1 << 26
 class Job:
     """What is made: ``files``, by ``units``. ``plan`` is one text for everything that decides the bytes.
 
-    ``largest`` is the largest tensor read or written, in bytes, and ``noun`` what units are called.
+    ``largest`` is the largest tensor read or written, in bytes, ``noun`` what units are called, and ``release`` lets go
+    of the memory that they have shared, when they have ended.
     """
 
     files: tuple[PlannedFile, ...]
@@ -42,6 +43,7 @@ class Job:
     plan: str
     largest: int
     noun: str = "layers"
+    release: Callable[[], None] = lambda: None
 
     @property
     def bytes_out(self) -> int:
@@ -166,8 +168,10 @@ class Run:
                 if progress is not None:
                     progress(len(self.records), len(self.job.units))
 
-            memory = 2 * self.job.largest + _SPARE_MEMORY
-            run_units(units, self._write, workers=workers, memory=memory, done=done)
+            try:
+                run_units(units, self._write, workers=workers, memory=2 * self.job.largest + _SPARE_MEMORY, done=done)
+            finally:
+                self.job.release()
             for sync in syncs:
                 sync.result()
 

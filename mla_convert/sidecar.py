@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from mla_convert.absorption import Rounding
+from mla_convert.absorption import product_dtype
 from mla_convert.checkpoint import Checkpoint
 from mla_convert.coding import Rounder, code_tensor, nearest, tag_of
 from mla_convert.destination import SHARD
@@ -19,9 +19,10 @@ from mla_convert.formats import plain
 from mla_convert.journal import fingerprint
 from mla_convert.manifest import Manifest, Source, SourceTensor, StoredLayer, StoredTensor, source_to_dict
 from mla_convert.manifest_reading import source_from_dict
-from mla_convert.memory import Buffers, Scratch
+from mla_convert.memory import Memory, Scratch
 from mla_convert.products import Operands, block_ranges, heads_of, make_block, read_operands
 from mla_convert.recipe import PlannedLayer
+from mla_convert.rounding import Rounding
 from mla_convert.run import Job
 from mla_convert.shard_plan import FileTensor, PlannedFile, plan_shards
 from mla_convert.watch import Watch
@@ -47,7 +48,7 @@ def sidecar_job(
     places = {
         tensor.name: (number, file.starts[tensor.name]) for number, file in enumerate(files) for tensor in file.tensors
     }
-    memory = Buffers(), Scratch()
+    memory = Memory()
     units = tuple(
         Unit(
             key=f"layer {layer.spec.index}",
@@ -61,11 +62,12 @@ def sidecar_job(
         files=[[file.name, hashlib.sha256(file.header).hexdigest()] for file in files],
         source=[watch.origin, watch.stamps],
         device=device.type,
+        products=[plain(product_dtype()), torch.__version__],
         rounding=tag_of(rounder),
     )
     read = max(checkpoint.stored_bytes(name) for layer in planned for name in layer.sources)
     written = max(tensor.nbytes for layer in planned for tensor in layer.tensors.values())
-    return Job(files, units, plan, largest=max(read, written))
+    return Job(files, units, plan, largest=max(read, written), release=memory.buffers.release)
 
 
 def _file_tensors(layer: PlannedLayer) -> list[FileTensor]:
@@ -87,10 +89,9 @@ def _load(
     places: Mapping[str, tuple[int, int]],
     device: torch.device,
     rounder: Rounder,
-    memory: tuple[Buffers, Scratch],
+    memory: Memory,
 ) -> Loaded:
-    buffers, scratch = memory
-    lease = buffers.lease()
+    lease = memory.buffers.lease()
     operands, sources = read_operands(checkpoint, layer, device, lease)
     watch.check(layer.sources)
     tasks: list[Callable[[], Made]] = []
@@ -99,7 +100,7 @@ def _load(
             tasks.append(functools.partial(_code, checkpoint, operands, layer, key, places, rounder))
             continue
         ranges = block_ranges(key, layer.spec.geometry, tensor.nbytes // tensor.shape[0])
-        made = functools.partial(_make, operands, layer, key, places[tensor.name], scratch)
+        made = functools.partial(_make, operands, layer, key, places[tensor.name], memory.scratch)
         tasks += [functools.partial(made, rows) for rows in ranges]
 
     def remember(known: list[tuple[str, Rounding | StoredTensor]]) -> dict[str, Any]:

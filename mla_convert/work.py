@@ -23,7 +23,7 @@ from torch import Tensor
 
 from mla_convert.journal import Record, WrittenBlock
 
-_TRIM = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+_MALLOC_TRIM = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
 #: More threads by default would hold more memory than the bound that the package promises.
 _MOST_WORKERS = 16
 
@@ -158,10 +158,10 @@ def _pool(workers: int) -> Iterator[_Pool]:
         torch.set_num_threads(threads)
 
 
-def _give_back() -> None:
+def _trim() -> None:
     """Return freed memory to the system; glibc keeps blocks of up to 32 MB, of every thread, for later."""
-    if _TRIM is not None:
-        _TRIM(0)
+    if _MALLOC_TRIM is not None:
+        _MALLOC_TRIM(0)
 
 
 def run_units(
@@ -190,5 +190,5 @@ def run_units(
             if flight.error is not None:
                 raise flight.error
             assert flight.record is not None
-            _give_back()
+            _trim()
             done(flying.pop(flight.unit.key).unit, flight.record)

@@ -12,6 +12,7 @@ from torch import Tensor
 from mla_convert import absorption
 from mla_convert.errors import FormatError, MLAConvertError, UsageError
 from mla_convert.geometry import MLAGeometry
+from mla_convert.rounding import Rounding
 
 # name: D, H, C, N, R, V, Q (0: no query rank)
 SHAPES = {
@@ -149,7 +150,7 @@ def test_slices_are_exact_views_and_exact_rows(g: MLAGeometry, dtype: torch.dtyp
 def test_rounding_figures_are_those_of_the_whole_tensor(g: MLAGeometry) -> None:
     kv_b, q_b, _ = weights(g, torch.float32)
     w_uk, _ = absorption.split_kv_b(kv_b, g)
-    rounding = absorption.Rounding("x")
+    rounding = Rounding("x")
     stored = absorption.fuse_qk(w_uk, q_b, g, torch.bfloat16, rounding).double()
     reference = expected_qk(kv_b, q_b, g).flatten(0, 1)
     error = stored - reference
@@ -157,7 +158,7 @@ def test_rounding_figures_are_those_of_the_whole_tensor(g: MLAGeometry) -> None:
     assert rounding.frobenius == pytest.approx(float(error.norm() / reference.norm()), rel=1e-3)
     assert 0 < rounding.largest <= 2**-8
 
-    exact = absorption.Rounding("x")
+    exact = Rounding("x")
     absorption.fuse_qk(w_uk, q_b, g, torch.float32, exact)
     assert exact.largest == exact.frobenius == 0.0
 
@@ -165,7 +166,7 @@ def test_rounding_figures_are_those_of_the_whole_tensor(g: MLAGeometry) -> None:
 def test_cast_slices_are_rounded_once_and_measured(g: MLAGeometry) -> None:
     kv_b, _, _ = weights(g, torch.float32)
     _, w_uv = absorption.split_kv_b(kv_b, g)
-    rounding = absorption.Rounding("x")
+    rounding = Rounding("x")
     v_b = absorption.slice_rows(w_uv, torch.float16, rounding)
     assert torch.equal(v_b, w_uv.flatten(0, 1).half())
     assert 0 < rounding.largest <= 2**-11 and 0 < rounding.frobenius <= 2**-11
@@ -270,9 +271,9 @@ def test_overflow_of_the_stored_dtype_is_an_error() -> None:
     kv_b, q_b, o = weights(g, torch.float32)
     w_uk, w_uv = absorption.split_kv_b(kv_b * 300, g)
     for product in (
-        lambda: absorption.fuse_qk(w_uk, q_b * 300, g, torch.float16, absorption.Rounding("layer 3 qk")),
-        lambda: absorption.fuse_ov(w_uv, o * 300, g, torch.float16, absorption.Rounding("layer 3 qk")),
-        lambda: absorption.slice_rows(w_uv * 300, torch.float16, absorption.Rounding("layer 3 qk")),
+        lambda: absorption.fuse_qk(w_uk, q_b * 300, g, torch.float16, Rounding("layer 3 qk")),
+        lambda: absorption.fuse_ov(w_uv, o * 300, g, torch.float16, Rounding("layer 3 qk")),
+        lambda: absorption.slice_rows(w_uv * 300, torch.float16, Rounding("layer 3 qk")),
     ):
         with pytest.raises(UsageError, match=r"layer 3 qk: .* float16 ends at 6.55e\+04; store bfloat16"):
             product()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import pathlib
+import threading
+import time
 
 import pytest
 import torch
@@ -177,6 +180,30 @@ def test_calibrated_conversion(
     assert plain.quality.absorbed.mean_kl == pytest.approx(plain.quality.unabsorbed.mean_kl, rel=0.05)
     assert [change.layer for change in plain.quality.layers] == [0, 1, 2, 3]
     assert all(0 < change.relative_change < 0.3 for change in plain.quality.layers)
+
+
+def test_a_model_that_cannot_be_run_is_run_once(
+    example_path: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Threads that wait for the codes of other layers get the same error, and do not try for themselves."""
+    (tmp_path / "text.txt").write_text((example_path / "held_out.txt").read_text()[60000:68000])
+    calibration = Calibration(Checkpoint.open(example_path), tmp_path / "text.txt")
+    calls: list[int] = []
+    waiting = threading.Barrier(4)
+
+    def run(self: Calibration) -> None:
+        calls.append(1)
+        time.sleep(0.05)
+        raise MemoryError("no room for the model")
+
+    def ask(index: int) -> None:
+        waiting.wait()
+        calibration(index, "k_b", torch.ones(4, 32), INT8)
+
+    monkeypatch.setattr(Calibration, "_run", run)
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        found = [pool.submit(ask, index).exception for index in range(4)]
+    assert [type(exception()) for exception in found] == [MemoryError] * 4 and calls == [1]
 
 
 def test_texts_that_cannot_be(example_path: pathlib.Path, tmp_path: pathlib.Path) -> None:

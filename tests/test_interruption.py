@@ -8,10 +8,11 @@ import pathlib
 from collections.abc import Callable, Iterator
 
 import pytest
+import torch
 from interruptions import OPERATIONS, SHARD_BYTES, Stop, count_loads, job, killed, no_space, noted, stopping_at
 from snapshots import snapshot
 
-from mla_convert import destination, remains
+from mla_convert import destination, journal, remains
 from mla_convert.checkpoint import Checkpoint
 from mla_convert.conversion import convert
 from mla_convert.errors import MLAConvertError, OutputError, SidecarError, UsageError
@@ -191,6 +192,43 @@ def test_other_options_start_afresh_and_say_so(
     assert any("a run with other options, or of another source, had left" in note for note in report.notes)
     convert(example_path, tmp_path / "expected", **options)
     assert snapshot(out) == snapshot(tmp_path / "expected")
+
+
+def test_another_version_starts_afresh(
+    example_path: pathlib.Path,
+    tmp_path: pathlib.Path,
+    steps: int,
+    whole: dict[str, bytes],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each may round, choose or place in its own way: no file holds layers of two."""
+    out = tmp_path / "out"
+    with monkeypatch.context() as patch:
+        patch.setattr(journal, "__version__", "0.0.9")
+        killed(example_path, out, monkeypatch, steps - 3)
+    loads = count_loads(monkeypatch)
+    job(example_path, out)
+    assert len(loads) == 4 and snapshot(out) == whole
+
+
+@pytest.mark.parametrize("precision", ["highest", "medium"])
+def test_products_of_another_width_start_afresh(
+    example_path: pathlib.Path, tmp_path: pathlib.Path, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where float32 products may lose bits they are formed in float64, and round to other numbers now and then."""
+    out = tmp_path / "out"
+    torch.set_float32_matmul_precision(precision)
+    try:
+        with monkeypatch.context() as patch:
+            stopping_at(20, patch, KeyboardInterrupt)
+            with pytest.raises(KeyboardInterrupt):
+                job(example_path, out, form="fused")
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    done = noted(out)
+    loads = count_loads(monkeypatch)
+    job(example_path, out, form="fused")
+    assert done and len(loads) == (4 - done if precision == "highest" else 4)
 
 
 def test_what_was_done_before_is_said(

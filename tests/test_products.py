@@ -8,10 +8,11 @@ import pytest
 import torch
 from variants import attention_weights, config_v3, write_checkpoint
 
-from mla_convert.absorption import Rounding, fuse_ov, fuse_qk, slice_rows, split_kv_b
+from mla_convert.absorption import fuse_ov, fuse_qk, slice_rows, split_kv_b
 from mla_convert.checkpoint import Checkpoint
 from mla_convert.products import block_ranges, make_block, make_whole, read_operands
 from mla_convert.recipe import PlannedLayer, plan_layers
+from mla_convert.rounding import Rounding
 
 KEYS = {"factored": ("k_b", "v_b"), "fused": ("qk", "ov")}
 
