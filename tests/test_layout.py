@@ -144,7 +144,8 @@ def test_the_package_is_typed_and_its_version_is_one() -> None:
     assert (ROOT / "mla_convert" / "py.typed").is_file()
     assert PYPROJECT["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "mla_convert.version.__version__"}
     assert metadata.version("mla-convert") == mla_convert.__version__
-    assert f"## [Unreleased {mla_convert.__version__.split('.dev')[0]}]" in (ROOT / "CHANGELOG.md").read_text("utf-8")
+    section = "Unreleased" if ".dev" in mla_convert.__version__ else mla_convert.__version__
+    assert f"## [{section}]" in (ROOT / "CHANGELOG.md").read_text("utf-8")
 
 
 def test_every_public_name_resolves() -> None:
