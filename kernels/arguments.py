@@ -12,6 +12,7 @@ import torch
 
 from mla_convert.errors import UsageError
 from mla_convert.kernels.tracing import being_traced
+from mla_convert.wording import found
 
 #: Storage of a latent that is not in the query's dtype, and how many numbers one element holds.
 CODED = {torch.float8_e4m3fn: 1, torch.float8_e4m3fnuz: 1, torch.int8: 1, torch.uint8: 2}
@@ -55,10 +56,6 @@ def _need(condition: bool, message: str) -> None:
         raise UsageError(f"absorbed_decode: {message}")
 
 
-def _shape(tensor: torch.Tensor) -> str:
-    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
-
-
 def check(args: DecodeArguments) -> DecodeArguments:
     """Return ``args`` if shapes, dtypes and devices fit together.
 
@@ -96,9 +93,9 @@ def _check_types(args: DecodeArguments) -> None:
 
 def _check_query(args: DecodeArguments) -> None:
     q, rope = args.q_latent, args.q_rope
-    _need(q.dim() == 4 and q.dtype in FLOATING, f"q_latent must be [B,S,H,C] floating point, found {_shape(q)}")
+    _need(q.dim() == 4 and q.dtype in FLOATING, f"q_latent must be [B,S,H,C] floating point, found {found(q)}")
     fits = rope.dim() == 4 and rope.shape[:3] == q.shape[:3] and rope.dtype == q.dtype
-    _need(fits, f"q_rope must be {list(q.shape[:3])} + [R] in {q.dtype}, found {_shape(rope)}")
+    _need(fits, f"q_rope must be {list(q.shape[:3])} + [R] in {q.dtype}, found {found(rope)}")
 
 
 def _check_cache(args: DecodeArguments) -> None:
@@ -106,21 +103,21 @@ def _check_cache(args: DecodeArguments) -> None:
     stored = width // CODED.get(latent.dtype, 1)
     _need(width > 0, "q_latent has no latent columns (C = 0); a latent cache has at least one")
     _need(width % CODED.get(latent.dtype, 1) == 0, f"int4 holds two numbers a byte: C must be even, found {width}")
-    _need(latent.dim() == 3 and latent.shape[-1] == stored, f"latent must end in {stored}, found {_shape(latent)}")
+    _need(latent.dim() == 3 and latent.shape[-1] == stored, f"latent must end in {stored}, found {found(latent)}")
     known = latent.dtype == args.q_latent.dtype or args.coded
-    _need(known, f"latent must be in the query's {args.q_latent.dtype} or in a coded form, found {_shape(latent)}")
+    _need(known, f"latent must be in the query's {args.q_latent.dtype} or in a coded form, found {found(latent)}")
     fits = rope.dim() == 3 and rope.shape[:2] == latent.shape[:2] and rope.shape[-1] == args.q_rope.shape[-1]
     wanted = [*latent.shape[:2], args.q_rope.shape[-1]]
-    _need(fits, f"k_rope must be {wanted} (width 0 is allowed, None is not), found {_shape(rope)}")
-    _need(rope.dtype in FLOATING, f"k_rope is never quantized, found {_shape(rope)}")
+    _need(fits, f"k_rope must be {wanted} (width 0 is allowed, None is not), found {found(rope)}")
+    _need(rope.dtype in FLOATING, f"k_rope is never quantized, found {found(rope)}")
     if args.block_table is None:
         _need(latent.shape[0] == batch, f"the query has {batch} sequences, the cache {latent.shape[0]}")
     else:
         table = args.block_table
         fits = table.dim() == 2 and table.shape[0] == batch and table.dtype in _INTEGERS
         paged = latent.shape[0] > 0 and latent.shape[1] > 0
-        _need(paged, f"a paged cache has at least one page of at least one token, found {_shape(latent)}")
-        _need(fits, f"block_table must be [{batch}, pages] in int32 or int64, found {_shape(table)}")
+        _need(paged, f"a paged cache has at least one page of at least one token, found {found(latent)}")
+        _need(fits, f"block_table must be [{batch}, pages] in int32 or int64, found {found(table)}")
         _check_pages(args)
 
 
@@ -150,7 +147,7 @@ def _check_scale(args: DecodeArguments) -> None:
     _need(args.coded == (scale is not None), f"latent is {args.latent.dtype}: latent_scale goes with codes, only")
     if not isinstance(scale, torch.Tensor):
         return
-    _need(scale.dtype in FLOATING, f"latent_scale must be floating point, found {_shape(scale)}")
+    _need(scale.dtype in FLOATING, f"latent_scale must be floating point, found {found(scale)}")
     if scale.dim() == 0:
         return
     rows, width = args.latent.shape[:2], args.q_latent.shape[-1]
@@ -159,7 +156,7 @@ def _check_scale(args: DecodeArguments) -> None:
     _need(
         bool(per_token or per_group),
         f"latent_scale must be a number, {list(rows)} or {list(rows)} + [groups that divide {width}], "
-        f"found {_shape(scale)}",
+        f"found {found(scale)}",
     )
 
 
@@ -167,14 +164,14 @@ def _check_positions(args: DecodeArguments) -> None:
     batch, q_len, heads = args.q_latent.shape[:3]
     if args.kv_lens is not None:
         fits = args.kv_lens.shape == (batch,) and args.kv_lens.dtype in _INTEGERS
-        _need(fits, f"kv_lens must be [{batch}] in int32 or int64, found {_shape(args.kv_lens)}")
+        _need(fits, f"kv_lens must be [{batch}] in int32 or int64, found {found(args.kv_lens)}")
     if args.mask is not None:
         wanted = [batch, q_len, args.kv_len]
         fits = list(args.mask.shape) == wanted and args.mask.dtype == torch.bool
-        _need(fits, f"mask must be {wanted} bool (True attends), found {_shape(args.mask)}")
+        _need(fits, f"mask must be {wanted} bool (True attends), found {found(args.mask)}")
     if args.indices is not None:
         fits = args.indices.dim() == 3 and args.indices.shape[:2] == (batch, q_len) and args.indices.dtype in _INTEGERS
-        _need(fits, f"indices must be [{batch}, {q_len}, K] in int32 or int64, found {_shape(args.indices)}")
+        _need(fits, f"indices must be [{batch}, {q_len}, K] in int32 or int64, found {found(args.indices)}")
     if args.sinks is not None:
         fits = args.sinks.shape == (heads,) and args.sinks.dtype in FLOATING
-        _need(fits, f"sinks must be [{heads}] floating point, found {_shape(args.sinks)}")
+        _need(fits, f"sinks must be [{heads}] floating point, found {found(args.sinks)}")

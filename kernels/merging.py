@@ -6,6 +6,7 @@ import torch
 
 from mla_convert.errors import UsageError
 from mla_convert.kernels.arguments import FLOATING
+from mla_convert.wording import found
 
 
 def merge(
@@ -36,19 +37,15 @@ def _check(out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b:
             raise UsageError(f"merge: {name} is on {tensor.device}, out_a on {out_a.device}; move it there")
     if out_a.dtype not in FLOATING or out_a.dim() == 0 or (out_b.shape, out_b.dtype) != (out_a.shape, out_a.dtype):
         raise UsageError(
-            f"merge: out_a and out_b must be [..., C] of one shape in one floating dtype, found {_found(out_a)} and "
-            f"{_found(out_b)}"
+            f"merge: out_a and out_b must be [..., C] of one shape in one floating dtype, found {found(out_a)} and "
+            f"{found(out_b)}"
         )
     for name, lse in (("lse_a", lse_a), ("lse_b", lse_b)):
         if lse.shape != out_a.shape[:-1] or lse.dtype not in (torch.float32, torch.float64):
             raise UsageError(
-                f"merge: {name} must be {list(out_a.shape[:-1])} in float32 (or float64), found {_found(lse)}: fewer "
+                f"merge: {name} must be {list(out_a.shape[:-1])} in float32 (or float64), found {found(lse)}: fewer "
                 "bits lose the weights of the parts"
             )
-
-
-def _found(tensor: torch.Tensor) -> str:
-    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
 
 
 def merge_parts(outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from mla_convert.errors import UsageError
+from mla_convert.wording import found, plain
 
 #: Dtype of the codes of each kind, and how many codes one element holds.
 KINDS = {"int8": (torch.int8, 1), "fp8": (torch.uint8, 1), "int4": (torch.uint8, 2)}
@@ -52,7 +53,7 @@ class PackedWeight:
         dtype, per_element = KINDS[self.kind]
         if self.codes.dim() != 2 or self.codes.dtype != dtype:
             shape = "[rows, C / 2]" if per_element == 2 else "[rows, C]"
-            raise UsageError(f"{self.kind} codes must be {shape} {_plain(dtype)}, found {found(self.codes)}")
+            raise UsageError(f"{self.kind} codes must be {shape} {plain(dtype)}, found {found(self.codes)}")
         if min(self.block) < 1 or self.block[1] % per_element:
             raise UsageError(f"{self.kind} blocks must be positive, and even along C in int4, found {self.block}")
         if tuple(self.scales.shape) != self.grid or self.scales.dtype != torch.float32:
@@ -93,12 +94,3 @@ def _numbers(packed: PackedWeight) -> Tensor:
     if packed.kind == "fp8":
         return codes.view(torch.float8_e4m3fn).to(torch.float32)
     return torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2).to(torch.float32) - 8.0
-
-
-def _plain(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def found(tensor: Tensor) -> str:
-    """Shape and dtype, for messages."""
-    return f"{list(tensor.shape)} {_plain(tensor.dtype)}"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib.util
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,11 +17,13 @@ from torch import Tensor
 
 from mla_convert.errors import UsageError
 from mla_convert.kernels.announcing import announce
-from mla_convert.kernels.device import on_device, too_old
-from mla_convert.kernels.packed import PackedWeight, dequantize, found
+from mla_convert.kernels.device import on_device
+from mla_convert.kernels.dispatch import choose_backend
+from mla_convert.kernels.packed import PackedWeight, dequantize
+from mla_convert.kernels.tiles import padded
 from mla_convert.kernels.tracing import being_traced
+from mla_convert.wording import found
 
-BACKENDS = ("auto", "torch", "triton")
 #: What the kernel computes in; the torch backend takes float64 too.
 TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -58,15 +59,10 @@ def choose_tile(arch: str, itemsize: int, stored_rows: int, columns: int, block_
     """
     vendor = "gfx" if arch.startswith("gfx") else "sm"
     tile = _TILES.get(arch, _TILES[vendor])[itemsize]
-    width = min(tile.columns, _padded(columns))
+    width = min(tile.columns, padded(columns))
     if block_columns < width and width % block_columns:
-        width = _padded(block_columns)
-    return dataclasses.replace(tile, stored_rows=min(tile.stored_rows, _padded(stored_rows)), columns=width)
-
-
-def _padded(size: int) -> int:
-    """The next power of two, 16 at least: what a matrix instruction takes."""
-    return max(16, 1 << (size - 1).bit_length())
+        width = padded(block_columns)
+    return dataclasses.replace(tile, stored_rows=min(tile.stored_rows, padded(stored_rows)), columns=width)
 
 
 def choose_row_block(rows: int) -> int:
@@ -79,37 +75,13 @@ def decodes_fp8(arch: str) -> bool:
     return not arch.startswith("gfx") and int(arch.removeprefix("sm_")) >= 89
 
 
-def choose_backend(backend: str, device: torch.device, dtype: torch.dtype | None = None) -> str:
-    """The backend that will run on ``device`` for activations in ``dtype``: "torch" or "triton".
-
-    Raises:
-        UsageError: for an unknown name, or "triton" where it is not installed.
-    """
-    if backend not in BACKENDS:
-        raise UsageError(f"projection backend {backend!r} is not known; choose one of {', '.join(BACKENDS)}")
-    installed = importlib.util.find_spec("triton") is not None
-    if backend == "triton" and not installed:
-        raise UsageError("backend 'triton' needs the package triton, which is not installed; use backend 'torch'")
-    if backend == "auto":
-        taken = dtype in (None, *TRITON_DTYPES) and not too_old(device)
-        return "triton" if installed and device.type == "cuda" and taken else "torch"
-    return backend
-
-
-def describe_projection(backend: str, device: torch.device) -> str:
-    """The choice and what it runs, for logs and descriptions."""
-    if choose_backend(backend, device) == "torch":
-        return "torch (weights dequantized, then PyTorch matrix products)"
-    return "triton (weights dequantized inside the product)"
-
-
 def lift_query(q_nope: Tensor, weight: Weight, *, backend: str = "auto") -> Tensor:
     """``q_latent[b, s, h] = q_nope[b, s, h] · W_UK[h]``.
 
     Args:
         q_nope: [B, S, H, N], any strides; float16, bfloat16, float32 (float64 with the torch backend).
         weight: W_UK as a tensor [H, N, C] of the same dtype, any strides, or packed [H·N, C].
-        backend: one of :data:`BACKENDS`; "auto" is triton on CUDA and ROCm where it is installed.
+        backend: as for :func:`mla_convert.kernels.dispatch.choose_backend`.
 
     Returns:
         [B, S, H, C] in the activations' dtype, contiguous; sums are float32 or wider.
@@ -131,7 +103,7 @@ def lift_output(out: Tensor, weight: Weight, *, backend: str = "auto") -> Tensor
 
 def _project(name: str, x: Tensor, weight: Weight, *, over_rows: bool, backend: str) -> Tensor:
     stored_rows, columns = _check(name, x, weight, over_rows)
-    chosen = choose_backend(backend, x.device, x.dtype)
+    chosen = choose_backend(backend, x.device, query_dtype=x.dtype)
     if not being_traced():
         announce("per-head products", chosen, x.device)
     width = columns if over_rows else stored_rows
@@ -139,7 +111,7 @@ def _project(name: str, x: Tensor, weight: Weight, *, over_rows: bool, backend: 
         return x.new_empty(*x.shape[:3], width)
     if chosen == "torch":
         return _torch_project(x, weight, over_rows)
-    return _triton_project(name, x, weight, stored_rows, columns, over_rows)
+    return _triton_project(x, weight, stored_rows, columns, over_rows)
 
 
 def _check(name: str, x: Tensor, weight: Weight, over_rows: bool) -> tuple[int, int]:
@@ -190,13 +162,9 @@ def _architecture(device: torch.device) -> str:
     return f"sm_{major}{minor}"
 
 
-def _triton_project(name: str, x: Tensor, weight: Weight, stored_rows: int, columns: int, over_rows: bool) -> Tensor:
+def _triton_project(x: Tensor, weight: Weight, stored_rows: int, columns: int, over_rows: bool) -> Tensor:
     from mla_convert.kernels import projection_kernel
 
-    if x.dtype not in TRITON_DTYPES:
-        raise UsageError(f"{name}: backend 'triton' computes in float16, bfloat16 and float32, found {x.dtype}")
-    if x.device.type != "cuda" and not projection_kernel.INTERPRETED:
-        raise UsageError(f"{name}: backend 'triton' needs a GPU, the activations are on {x.device}; use 'torch'")
     batch, q_len, heads, _ = x.shape
     out = x.new_empty(batch, q_len, heads, columns if over_rows else stored_rows)
     constants = constants_of(_architecture(x.device), x, weight, stored_rows, columns, over_rows)

@@ -140,7 +140,7 @@ INTERPRETED = Tile(16, 16, 1, 1, split_tokens=64, piece=64)
 
 
 def padded(width: int) -> int:
-    """A tile's width for ``width`` numbers: the next power of two, 16 at least."""
+    """A tile's width for ``width`` numbers: the next power of two, 16 at least, which a matrix instruction takes."""
     return max(16, 1 << (width - 1).bit_length())
 
 

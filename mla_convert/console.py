@@ -11,13 +11,13 @@ import enum
 import io
 import json
 import logging
-import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mla_convert.errors import MLAConvertError, UsageError
+from mla_convert.jsonable import jsonable
 from mla_convert.paths import new_file
 
 if TYPE_CHECKING:
@@ -174,7 +174,7 @@ class Output:
 
     def json(self, payload: Mapping[str, Any]) -> None:
         """Write the command's result where ``--json`` asked for it; without ``--json``, nowhere."""
-        text = json.dumps(plain(payload), indent=2, allow_nan=False) + "\n"
+        text = json.dumps(jsonable(payload), indent=2, allow_nan=False) + "\n"
         if self.json_target == STANDARD_OUTPUT:
             sys.stdout.write(text)
             sys.stdout.flush()  # so that a reader that has gone is noticed here
@@ -201,18 +201,3 @@ def whole_numbers(option: str, text: str) -> list[int]:
     if not all(part.isascii() and part.isdigit() for part in parts):
         raise UsageError(f"{option} {text}: whole numbers with commas between them are taken, for example 64,1024,4096")
     return [int(part) for part in parts]
-
-
-def plain(value: Any) -> Any:
-    """The value in JSON's own types: dataclasses become objects, paths and dtypes strings, NaN and infinities null."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
-    if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [plain(item) for item in value]
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if value is None or isinstance(value, str | int):
-        return value
-    return str(value)

@@ -15,6 +15,7 @@ from collections.abc import Iterable
 import torch
 
 from mla_convert.errors import FormatError
+from mla_convert.wording import plain as plain
 
 FP8 = torch.float8_e4m3fn
 #: Dtypes of codes that are multiplied by a scale as they are.
@@ -148,8 +149,3 @@ def refuse_overflow(name: str, lost: int, total: int, dtype: torch.dtype) -> Non
         raise FormatError(
             f"{name} has {lost} values (of {total}) too large for {plain(dtype)}; use bfloat16 or float32 instead"
         )
-
-
-def plain(dtype: torch.dtype) -> str:
-    """A dtype's name without ``torch.``."""
-    return str(dtype).removeprefix("torch.")

@@ -23,6 +23,7 @@ from mla_convert.patches.cache_formats import parse_format
 from mla_convert.patches.cache_rows import RowLayout
 from mla_convert.patches.latent_layer import LatentLayer
 from mla_convert.paths import new_file
+from mla_convert.wording import plain
 
 _ENTRY = "latent_cache"
 _VERSION = 1
@@ -60,7 +61,7 @@ def write_layers(layers: list[Any], path: str | os.PathLike[str]) -> None:
 def _describe(layer: LatentLayer) -> dict[str, Any]:
     if layer.layout is None:
         return {"format": str(layer.form)}
-    layout, dtype = layer.layout, str(layer.layout.dtype).removeprefix("torch.")
+    layout, dtype = layer.layout, plain(layer.layout.dtype)
     return {"format": str(layout.form), "latent": layout.latent, "rope": layout.rope, "dtype": dtype}
 
 

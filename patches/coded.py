@@ -17,8 +17,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from mla_convert.kernels.dispatch import choose_backend
 from mla_convert.kernels.packed import PackedWeight
-from mla_convert.kernels.projection import TRITON_DTYPES, choose_backend, lift_output, lift_query
+from mla_convert.kernels.projection import TRITON_DTYPES, lift_output, lift_query
 from mla_convert.quantization import Quantized
 from mla_convert.schemes import Scheme
 

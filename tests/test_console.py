@@ -15,6 +15,7 @@ import torch
 from mla_convert import console
 from mla_convert.console import Output, Verbosity
 from mla_convert.errors import CheckpointError, UsageError
+from mla_convert.jsonable import jsonable
 from mla_convert.units import format_bytes
 
 NO_MEMORY = "there is not enough memory for this; take fewer or shorter sequences"
@@ -133,8 +134,8 @@ def test_plain_values() -> None:
 
     result = Result(Path("a/b"), torch.bfloat16, math.nan, ("x",), {3: math.inf})
     expected = {"path": "a/b", "dtype": "torch.bfloat16", "error": None, "names": ["x"], "layers": {"3": None}}
-    assert console.plain(result) == expected
-    assert console.plain([True, 1, 0.5, None, "text"]) == [True, 1, 0.5, None, "text"]
+    assert jsonable(result) == expected
+    assert jsonable([True, 1, 0.5, None, "text"]) == [True, 1, 0.5, None, "text"]
 
 
 @pytest.mark.parametrize(

@@ -59,8 +59,8 @@ def test_gpus_that_triton_does_not_compile_for(
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
     assert device.too_old(cuda) == old and not device.too_old(torch.device("cpu"))
     chosen = "torch" if old else "triton"
-    assert dispatch.choose_backend("auto", cuda) == projection.choose_backend("auto", cuda) == chosen
-    assert projection.choose_backend("auto", cuda, torch.float64) == "torch"
+    assert dispatch.choose_backend("auto", cuda) == chosen
+    assert dispatch.choose_backend("auto", cuda, query_dtype=torch.float64) == "torch"
 
 
 def test_calls_choose_by_what_they_are_given() -> None:

@@ -19,7 +19,7 @@ PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
 FOLDERS = {name: ROOT / folder for name, folder in PYPROJECT["tool"]["setuptools"]["package-dir"].items()}
 
 # From the bottom up. A module of mla_convert that is named nowhere here belongs to the core.
-BASE = {"errors", "geometry", "version"}
+BASE = {"errors", "geometry", "version", "wording"}
 ABOVE_PATCHES = {
     "verification",
     "judgement",

@@ -6,6 +6,7 @@ import dataclasses
 import math
 import subprocess
 import sys
+from typing import Any
 
 import interpreter  # noqa: F401  # before any kernel
 import pytest
@@ -154,9 +155,9 @@ def int8(rows: int = 6, columns: int = 8) -> PackedWeight:
         (torch.ones(1, 1, 2, 3), torch.ones(2, 3, 8).half(), "torch", "activations' torch.float32, found .* float16"),
         (torch.ones(1, 1, 2, 4), torch.ones(2, 3, 8), "torch", "N = 4 do not fit a weight of 3 rows per head"),
         (torch.ones(1, 1, 4, 3), int8(), "torch", "6 packed rows do not divide among 4 heads"),
-        (torch.ones(1, 1, 2, 3), int8(), "cutlass", "'cutlass' is not known; choose one of auto, torch, triton"),
+        (torch.ones(1, 1, 2, 3), int8(), "cutlass", "'cutlass' is not known; choose one of auto, triton, torch"),
         (torch.ones(1, 1, 2, 3, device="meta"), int8(), "torch", "activations are on meta, the weight is on cpu"),
-        (torch.ones(1, 1, 2, 3).double(), torch.ones(2, 3, 8).double(), "triton", "found torch.float64"),
+        (torch.ones(1, 1, 2, 3).double(), torch.ones(2, 3, 8).double(), "triton", "does not take float64"),
     ],
 )
 def test_what_is_refused(x: Tensor, weight: Tensor | PackedWeight, backend: str, message: str) -> None:
@@ -186,32 +187,35 @@ def test_int4_blocks_are_even() -> None:
         PackedWeight(torch.zeros(2, 3, dtype=torch.uint8), torch.ones(2, 2), "int4", (1, 3))
 
 
-def test_the_choice_of_backend_is_sayable(monkeypatch: pytest.MonkeyPatch) -> None:
-    cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    assert projection.choose_backend("auto", cpu) == "torch"
-    assert projection.choose_backend("auto", cuda) == "triton"
-    assert "dequantized inside" in projection.describe_projection("auto", cuda)
-    assert "dequantized, then" in projection.describe_projection("auto", cpu)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert projection.choose_backend("auto", cuda) == "torch"
-    with pytest.raises(UsageError, match="triton, which is not installed; use backend 'torch'"):
-        projection.choose_backend("triton", cuda)
+def test_the_backend_is_chosen_where_that_of_attention_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nothing is looked for among the installed packages on each product."""
+    asked = []
+
+    def choose(backend: str, device: torch.device, **call: Any) -> str:
+        asked.append((backend, device.type, call))
+        return "torch"
+
+    monkeypatch.setattr("importlib.util.find_spec", None)
+    x, weight = torch.ones(1, 1, 1, 16), torch.ones(1, 16, 16)
+    projection.lift_query(x, weight)
+    monkeypatch.setattr(projection, "choose_backend", choose)
+    projection.lift_output(x, weight, backend="auto")
+    assert asked == [("auto", "cpu", {"query_dtype": torch.float32})]
 
 
 def test_without_triton_and_without_a_gpu() -> None:
-    """PyTorch computes; asking for Triton says what is missing: the package at first, then the GPU."""
+    """PyTorch computes; asking for Triton says what is missing: the package, or the GPU."""
     code = (
-        "import os, sys; os.environ.pop('TRITON_INTERPRET', None); sys.modules['triton'] = None\n"
+        "import os, sys; os.environ.pop('TRITON_INTERPRET', None)\n"
+        "if sys.argv[1] == 'hidden': sys.modules['triton'] = None\n"
         "import torch, mla_convert.kernels\n"
         "from mla_convert.errors import UsageError\n"
         "from mla_convert.kernels.projection import lift_query\n"
         "x, w = torch.ones(1, 1, 1, 16), torch.ones(1, 16, 16)\n"
         "assert torch.equal(lift_query(x, w), torch.full((1, 1, 1, 16), 16.0))\n"
-        "for _ in range(2):\n"
-        "    try: lift_query(x, w, backend='triton')\n"
-        "    except UsageError as error: print(error)\n"
-        "    sys.modules.pop('triton', None)\n"
+        "try: lift_query(x, w, backend='triton')\n"
+        "except UsageError as error: print(error)\n"
     )
-    run = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
-    hidden, alone = run.stdout.splitlines()
-    assert "not installed" in hidden and "needs a GPU, the activations are on cpu" in alone
+    for package, words in (("hidden", "needs the triton package"), ("there", "runs on CUDA and ROCm devices")):
+        run = subprocess.run([sys.executable, "-P", "-c", code, package], capture_output=True, text=True, check=True)
+        assert words in run.stdout
