@@ -45,3 +45,7 @@ class StaleWeightsError(PatchError):
 
 class UsageError(MLAConvertError):
     """Arguments that do not make sense together."""
+
+
+class ArgumentError(UsageError, ValueError):
+    """An argument of a method of transformers', which has a ValueError for it: whoever catches that one still does."""

@@ -15,7 +15,8 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 from mla_convert.errors import MismatchError, UsageError
 from mla_convert.patches.cache_files import read_layers, write_layers
 from mla_convert.patches.cache_formats import CacheFormat, parse_format
-from mla_convert.patches.latent_layer import LatentLayer
+from mla_convert.patches.latent_layer import LatentLayer, refuse_length
+from mla_convert.recipe import parse_device
 
 
 class LatentCache(DynamicCache):
@@ -84,8 +85,10 @@ class LatentCache(DynamicCache):
         A layer that no token ever reached, since it uses another's, stays empty.
 
         Raises:
+            ArgumentError: for a positive number; it is a ValueError as well, as transformers' own.
             UsageError: for more tokens than are stored; nothing has changed then.
         """
+        refuse_length(tokens_to_remove)
         stored = [layer.get_seq_length() for layer in self.layers if isinstance(layer, CacheLayerMixin)]
         if -tokens_to_remove > max(stored, default=0):
             raise UsageError(f"crop({tokens_to_remove}) on a cache of {max(stored, default=0)} tokens")
@@ -124,12 +127,14 @@ class LatentCache(DynamicCache):
         Args:
             config: of the model that it will be used with; the file is then checked against it.
             capacity: as for a new cache.
+            device: where the rows are put.
 
         Raises:
+            UsageError: ``device`` is not known, or not there.
             CheckpointError: no such file, not one of these, or damaged.
             MismatchError: it was saved with a model of other widths, or of another number of layers, than ``config``.
         """
-        layers = read_layers(path, torch.device(device), capacity)
+        layers = read_layers(path, parse_device(device), capacity)
         cache = cls(config, format=str(layers[0].form) if layers else "model", capacity=capacity)
         if config is not None and len(layers) != len(cache.layers):
             raise MismatchError(

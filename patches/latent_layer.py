@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
-from mla_convert.errors import MismatchError, UsageError
+from mla_convert.errors import ArgumentError, MismatchError, UsageError
 from mla_convert.patches.cache_formats import CacheFormat
 from mla_convert.patches.cache_rows import RowLayout
 from mla_convert.patches.call import Handover
@@ -24,6 +24,12 @@ from mla_convert.patches.rounding import with_gradient
 
 #: Tokens of room behind a newly allocated history: this many, or a quarter of it.
 SMALLEST_ROOM = 128
+
+
+def refuse_length(tokens_to_remove: int) -> None:
+    """ArgumentError for the positive number that ``crop`` does not take."""
+    if tokens_to_remove > 0:
+        raise ArgumentError(f"crop takes minus the number of tokens to remove, found {tokens_to_remove}")
 
 
 class LatentLayer(DynamicLayer):  # type: ignore[no-untyped-call]
@@ -66,6 +72,10 @@ class LatentLayer(DynamicLayer):  # type: ignore[no-untyped-call]
 
     @property
     def keys(self) -> Tensor | None:  # type: ignore[override]
+        """The latents [B, 1, T, C] in the model's dtype; None before the first ``update``.
+
+        A view of the rows, or, in a format of codes, numbers that are made of them at each look.
+        """
         if self.rows is None:
             return None
         rows, layout = self._used()
@@ -73,6 +83,7 @@ class LatentLayer(DynamicLayer):  # type: ignore[no-untyped-call]
 
     @property
     def values(self) -> Tensor | None:  # type: ignore[override]
+        """The rotary keys [B, 1, T, R] in the model's dtype, never codes; None before the first ``update``."""
         if self.rows is None:
             return None
         rows, layout = self._used()
@@ -206,9 +217,14 @@ class LatentLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         self._forget()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last ``-tokens_to_remove`` tokens (a negative number, as transformers passes it)."""
-        if tokens_to_remove > 0:
-            raise ValueError(f"crop takes minus the number of tokens to remove, found {tokens_to_remove}")
+        """Remove the last ``-tokens_to_remove`` tokens (a negative number, as transformers passes it).
+
+        Raises:
+            ArgumentError: for a positive number, which once meant the length to keep; it is a ValueError as well, as
+                transformers' own.
+            UsageError: for more tokens than are stored.
+        """
+        refuse_length(tokens_to_remove)
         if -tokens_to_remove > self.length and self.is_initialized:
             raise UsageError(f"crop({tokens_to_remove}) on a cache of {self.length} tokens")
         self.length = max(0, self.length + tokens_to_remove)

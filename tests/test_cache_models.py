@@ -139,6 +139,8 @@ def test_refuses_a_file_of_another_model(tmp_path: pathlib.Path) -> None:
         mla_convert.LatentCache.load(path, config)
     with pytest.raises(UsageError, match="more than the capacity"):
         mla_convert.LatentCache.load(path, capacity=4)
+    with pytest.raises(UsageError, match="device 'cudaa' cannot be used here"):
+        mla_convert.LatentCache.load(path, device="cudaa")
 
 
 def test_refuses_to_save_where_nothing_can_be(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
