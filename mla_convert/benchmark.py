@@ -28,21 +28,20 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 from mla_convert.errors import UsageError
 from mla_convert.formats import plain
+from mla_convert.kernels.dispatch import choose_backend
 from mla_convert.machine import describe_machine, synchronize
 from mla_convert.patches.apply import patch
 from mla_convert.patches.cache import LatentCache
 from mla_convert.patches.loading import load_original
 from mla_convert.patches.recognition import attention_modules
-from mla_convert.patches.weights import module_geometry
+from mla_convert.patches.weights import module_geometry, weight_dtype
 from mla_convert.quiet import no_loading_bars
 from mla_convert.recipe import parse_device, parse_dtype, parse_forms
 from mla_convert.report import BenchmarkReport, ContextTiming, Spread
+from mla_convert.sizes import check_counts, choose_contexts
 from mla_convert.storage import own_sidecar
 from mla_convert.trial import refuse_nonfinite_logits, try_out
 
-DEFAULT_CONTEXTS = (64, 1024, 4096)
-#: Below this, quartiles are the repetitions themselves.
-FEWEST_REPETITIONS = 3
 _SEED = 0
 
 
@@ -80,23 +79,16 @@ def bench(
         CheckpointError: the original does not run, or gives NaN or infinite logits.
         Whatever ``patch`` and loading raise.
     """
-    _check_counts(repetitions, batch)
-    if isinstance(model_or_source, PreTrainedModel):
-        if dtype is not None or device is not None:
-            raise UsageError("dtype and device are for a checkpoint folder; give the model as it is to run")
-        model, name = model_or_source, type(model_or_source).__name__
-    elif isinstance(model_or_source, str | os.PathLike):
-        if absorbed is None and set(parse_forms(form, qk, vo).values()) == {"auto"}:
-            absorbed = own_sidecar(model_or_source)
-        model, name = _load(model_or_source, dtype, device), os.fspath(model_or_source)
-    else:
-        raise UsageError(
-            f"bench takes a transformers model or a checkpoint folder, found {type(model_or_source).__name__}"
-        )
-    lengths = _check_contexts(contexts, model)
+    check_counts(repetitions, batch)
+    asked = parse_forms(form, qk, vo)
+    model, name = _take(model_or_source, dtype, device)
+    if absorbed is None and not isinstance(model_or_source, PreTrainedModel) and set(asked.values()) == {"auto"}:
+        absorbed = own_sidecar(model_or_source)
+    lengths = choose_contexts(contexts, model)
+    choose_backend(backend, model.device)
+    try_out(model, name)  # before the twins are made: some codes move to other places in their first run
     patched = twin(model)
     description = patch(patched, absorbed, form=form, qk=qk, vo=vo, backend=backend).describe()
-    try_out(model, name)
     run = _Run(twin(model), patched, name, repetitions, batch, len(lengths), progress)
     rows = tuple(run.measure(length) for length in lengths)
     return BenchmarkReport(
@@ -108,6 +100,19 @@ def bench(
         patch=description,
         machine=describe_machine(model.device),
     )
+
+
+def _take(
+    given: PreTrainedModel | str | os.PathLike[str], dtype: str | torch.dtype | None, device: str | torch.device | None
+) -> tuple[PreTrainedModel, str]:
+    """The model, and what it is called."""
+    if isinstance(given, PreTrainedModel):
+        if dtype is not None or device is not None:
+            raise UsageError("dtype and device are for a checkpoint folder; give the model as it is to run")
+        return given, type(given).__name__
+    if not isinstance(given, str | os.PathLike):
+        raise UsageError(f"bench takes a transformers model or a checkpoint folder, found {type(given).__name__}")
+    return _load(given, dtype, device), os.fspath(given)
 
 
 def twin(model: PreTrainedModel) -> PreTrainedModel:
@@ -196,10 +201,11 @@ def fill(caches: Sequence[Cache], model: PreTrainedModel, batch: int, tokens: in
     """Append the same ``tokens`` random latents [B, 1, tokens, C] and rotary keys [B, 1, tokens, R] to all caches."""
     for _, module in attention_modules(model):
         attention: Any = module
-        g, weight = module_geometry(attention), attention.kv_b_proj.weight
-        generator = torch.Generator(weight.device).manual_seed(_SEED + attention.layer_idx)
+        # kv_b_proj may hold codes, or none of its numbers yet
+        g, dtype, device = module_geometry(attention), weight_dtype(attention), attention.kv_a_layernorm.weight.device
+        generator = torch.Generator(device).manual_seed(_SEED + attention.layer_idx)
         latent, k_rope = (
-            torch.randn(batch, 1, tokens, width, generator=generator, device=weight.device, dtype=weight.dtype)
+            torch.randn(batch, 1, tokens, width, generator=generator, device=device, dtype=dtype)
             for width in (g.kv_lora_rank, g.qk_rope_head_dim)
         )
         latent = attention.kv_a_layernorm(latent)
@@ -218,24 +224,3 @@ def _load(source: str | os.PathLike[str], dtype: Any, device: Any) -> PreTrained
     with no_loading_bars():
         model = load_original(source, dtype=None if dtype is None else parse_dtype(dtype))
     return model if where.type == "cpu" else model.to(where)  # type: ignore[arg-type]
-
-
-def _check_counts(repetitions: int, batch: int) -> None:
-    if repetitions < FEWEST_REPETITIONS:
-        raise UsageError(f"{repetitions} repetitions give no quartiles; take {FEWEST_REPETITIONS} or more")
-    if batch < 1:
-        raise UsageError(f"a batch of {batch} sequences cannot be decoded; take 1 or more")
-
-
-def _check_contexts(contexts: Sequence[int] | None, model: PreTrainedModel) -> tuple[int, ...]:
-    """The contexts, or by default those that fit; UsageError for one that the model has no positions for."""
-    limit = int(model.config.get_text_config().max_position_embeddings)
-    if contexts is None:
-        return tuple(length for length in DEFAULT_CONTEXTS if length <= limit) or (limit,)
-    wrong = [length for length in contexts if not 1 <= length <= limit]
-    if wrong or not contexts:
-        raise UsageError(
-            f"contexts {', '.join(f'{length:,}' for length in wrong) or '(none)'}: this model has {limit:,} positions "
-            f"(max_position_embeddings); give one or more whole numbers from 1 to {limit:,}, the new token counted in"
-        )
-    return tuple(contexts)

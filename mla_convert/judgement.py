@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 from mla_convert.divergence import Distance, Divergence, quantile
+from mla_convert.jsonable import jsonable
 from mla_convert.stages import Calls, Stage
 
 #: Largest logit difference of a float32 model, in units of the original's range of logits at that position.
@@ -95,7 +96,7 @@ class VerificationReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON; what is not a finite number is None."""
-        report: dict[str, Any] = _plain(dataclasses.asdict(self))
+        report: dict[str, Any] = jsonable(self)
         for stage, entry in zip(self.stages, report["stages"], strict=True):
             entry["passed"] = stage.passed
         return report | {"passed": self.passed, "failures": list(self.failures)}
@@ -163,14 +164,6 @@ def _figures(distance: Distance) -> list[str]:
     return [*numbers, f"{distance.top1_agreement:.2%}", f"{distance.rerouted}"]
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
 def judge(
     name: str,
     stage: Stage,
@@ -192,6 +185,11 @@ def judge(
         floor=None if floor is None else floor.summary(),
         failures=tuple(f"{name}: {failure}" for failure in (*failures, *_idle(stage, calls))),
     )
+
+
+def keeps_strictly(found: Divergence) -> bool:
+    """Whether every logit keeps the strict rule."""
+    return not list(_strict(found.summary()))
 
 
 def _strict(found: Distance) -> Iterator[str]:
@@ -217,22 +215,22 @@ def _floor(patched: Divergence, floor: Divergence, whose: str) -> Iterator[str]:
                 f"the {words} of the KL to the float32 original is {found:.2e}, over {bound:.2e}, {factor} times "
                 f"{whose}; the largest is at {_place(patched)}"
             )
-    yield from _floor_of_counts(patched.summary(), floor.summary(), n, exact=exact)
+    yield from _floor_of_counts(patched.summary(), floor.summary(), n, whose, exact=exact)
 
 
-def _floor_of_counts(found: Distance, own: Distance, n: int, *, exact: bool) -> Iterator[str]:
+def _floor_of_counts(found: Distance, own: Distance, n: int, whose: str, *, exact: bool) -> Iterator[str]:
     most = REROUTED * own.rerouted + _DEVIATIONS * math.sqrt(found.rerouted + REROUTED**2 * own.rerouted)
     if found.rerouted > most:
         yield (
             f"routers picked other experts than the float32 original at {found.rerouted} positions, over {most:.0f}; "
-            f"the original itself does at {own.rerouted}"
+            f"the floor, {whose}, has {own.rerouted}"
         )
     share = (own.top1_agreement + found.top1_agreement) / 2
     room = TOP1 + (0.0 if exact else _DEVIATIONS * math.sqrt(2 * share * (1 - share) / n))
     if not found.top1_agreement >= own.top1_agreement - room:
         yield (
-            f"top-1 agreement with the float32 original is {found.top1_agreement:.2%}, more than {room:.1%} under the "
-            f"original's own {own.top1_agreement:.2%}"
+            f"top-1 agreement with the float32 original is {found.top1_agreement:.2%}, more than {room:.1%} under "
+            f"{whose}, {own.top1_agreement:.2%}"
         )
 
 

@@ -1,6 +1,9 @@
-"""How much is compared: tokens given at once, tokens decoded after them, and sequences side by side."""
+"""How much is compared or timed: tokens given at once, tokens decoded after them, sequences side by side, contexts."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeGuard
 
 from transformers import PreTrainedModel
 
@@ -9,6 +12,15 @@ from mla_convert.judgement import MINIMUM
 
 #: Tokens at a time in the stage that decodes by blocks.
 BLOCK = 3
+#: Tokens that a timed step sees, where nobody says how many.
+DEFAULT_CONTEXTS = (64, 1024, 4096)
+#: Below this, quartiles are the repetitions themselves.
+FEWEST_REPETITIONS = 3
+
+
+def is_whole(value: object) -> TypeGuard[int]:
+    """Whether ``value`` is a whole number; True and False are none."""
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def check_sizes(prefill: int, decode: int | None, batch: int | None) -> None:
@@ -20,7 +32,7 @@ def check_sizes(prefill: int, decode: int | None, batch: int | None) -> None:
     ):
         if value is None and name != "prefill":
             continue
-        if isinstance(value, bool) or not isinstance(value, int):
+        if not is_whole(value):
             raise UsageError(f"{name}={value!r}; a whole number is needed")
         if value < least:
             raise UsageError(f"{name}={value}; at least {least} are needed: {why}")
@@ -46,3 +58,34 @@ def choose_sizes(prefill: int, decode: int | None, batch: int | None, *, floored
             f"{MINIMUM:,}: take more of either, or leave batch out"
         )
     return prefill, steps, rows
+
+
+def check_counts(repetitions: int, batch: int) -> None:
+    """UsageError where steps are timed too few times, or for no sequence, or these are no numbers."""
+    for name, value in (("repetitions", repetitions), ("batch", batch)):
+        if not is_whole(value):
+            raise UsageError(f"{name}={value!r}; a whole number is needed")
+    if repetitions < FEWEST_REPETITIONS:
+        raise UsageError(f"{repetitions} repetitions give no quartiles; take {FEWEST_REPETITIONS} or more")
+    if batch < 1:
+        raise UsageError(f"a batch of {batch} sequences cannot be decoded; take 1 or more")
+
+
+def _are_whole(given: object) -> bool:
+    return isinstance(given, Sequence) and all(map(is_whole, given))  # the letters of a word are none
+
+
+def choose_contexts(contexts: Sequence[int] | None, model: PreTrainedModel) -> tuple[int, ...]:
+    """The contexts, or by default those that fit; UsageError for one that the model has no positions for."""
+    limit = int(model.config.get_text_config().max_position_embeddings)
+    if contexts is None:
+        return tuple(length for length in DEFAULT_CONTEXTS if length <= limit) or (limit,)
+    if not _are_whole(contexts):
+        raise UsageError(f"contexts={contexts!r}; a list of whole numbers is needed, for example [64, 1024]")
+    wrong = [length for length in contexts if not 1 <= length <= limit]
+    if wrong or not contexts:
+        raise UsageError(
+            f"contexts {', '.join(f'{length:,}' for length in wrong) or '(none)'}: this model has {limit:,} positions "
+            f"(max_position_embeddings); give one or more whole numbers from 1 to {limit:,}, the new token counted in"
+        )
+    return tuple(contexts)

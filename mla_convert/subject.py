@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import pathlib
 from collections.abc import Iterator, Sequence
@@ -20,7 +19,9 @@ from mla_convert.hub_snapshots import local_folder
 from mla_convert.judgement import StageReport
 from mla_convert.manifest import Manifest
 from mla_convert.patches.loading import load_original
+from mla_convert.patches.plain_copy import check_numbers, code_labels, plain_copy
 from mla_convert.patches.recognition import attention_modules
+from mla_convert.patches.weights import weight_dtype
 from mla_convert.paths import source_of
 from mla_convert.quiet import no_loading_bars
 from mla_convert.schemes import Scheme
@@ -43,6 +44,7 @@ class Subject:
         self.manifest: Manifest | None = None
         self.source: str | None = None
         self.folder: str | None = None
+        self.codes: tuple[str, ...] = ()
         if isinstance(given, PreTrainedModel):
             self._take_model(given, dtype)
         elif isinstance(given, str | os.PathLike):
@@ -51,16 +53,28 @@ class Subject:
             raise UsageError(f"verify takes a transformers model or a checkpoint folder, found {type(given).__name__}")
         if self.absorbed is not None and self.manifest is None:
             self.manifest = AbsorbedCheckpoint.open(self.absorbed).manifest
+        self._refuse_codes_twice()
 
     def _take_model(self, model: PreTrainedModel, dtype: str | torch.dtype | None) -> None:
         attention: Any = attention_modules(model)[0][1]
-        self.model, self.dtype = model, attention.kv_b_proj.weight.dtype
+        self.model, self.dtype = model, weight_dtype(attention)
+        self.codes = code_labels(model)
         if dtype is not None and parse_dtype(dtype) != self.dtype:
             wanted = plain(parse_dtype(dtype))
             raise UsageError(f"dtype={wanted} was asked for, and the model is in {plain(self.dtype)}: leave it out")
+        if self.codes or self.dtype != torch.float32:
+            check_numbers(model)
         place = str(getattr(model, "name_or_path", "") or "")
         self.folder = place if place and pathlib.Path(place).is_dir() else None
         self.label = place or type(model).__name__
+
+    def _refuse_codes_twice(self) -> None:
+        if self.codes and self.absorbed is not None and self.schemes is not None:
+            raise UsageError(
+                f"the model holds codes already ({', '.join(self.codes)}), and the absorbed weights in "
+                f"{os.fspath(self.absorbed)} others: verify the folder of the model instead, which is loaded in plain "
+                "numbers"
+            )
 
     def _open(self, source: str | os.PathLike[str], dtype: str | torch.dtype | None) -> None:
         source = local_folder(source_of(source))
@@ -93,7 +107,11 @@ class Subject:
         """The original in ``dtype``: the model itself where it is in that, else another."""
         if dtype == self.dtype:
             return self.model
-        return cast_copy(self.model, dtype) if self.source is None else self._load(dtype)
+        return plain_copy(self.model, dtype) if self.source is None else self._load(dtype)
+
+    def reference(self) -> PreTrainedModel:
+        """The float32 original that all is measured from; where the model holds codes, in the numbers they mean."""
+        return plain_copy(self.model, torch.float32) if self.codes else self.at(torch.float32)
 
     @property
     def schemes(self) -> tuple[Scheme | None, Scheme | None] | None:
@@ -108,10 +126,16 @@ class Subject:
         return "the original's own" if self.schemes is None else "that of the same bits on kv_b_proj"
 
     def floor_dtype(self) -> torch.dtype | None:
-        """The lowest precision that anything here was rounded to; None where that is float32 or better."""
+        """The lowest precision that anything here was rounded to; None where that is float32 or better.
+
+        float32 where that is so, but codes are between the original and the float32 reference: some round their inputs,
+        too.
+        """
         dtypes = [self.dtype, *self._rounded_to()]
         lowest = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
-        return lowest if torch.finfo(lowest).eps > torch.finfo(torch.float32).eps else None
+        if torch.finfo(lowest).eps > torch.finfo(torch.float32).eps:
+            return lowest
+        return torch.float32 if self.codes or self.schemes is not None else None
 
     def _rounded_to(self) -> Iterator[torch.dtype]:
         """Dtypes of stored weights that are not the source's own numbers.
@@ -128,6 +152,11 @@ class Subject:
 
     def notes(self, reports: Sequence[StageReport]) -> Iterator[str]:
         """What the figures do not say by themselves."""
+        if self.codes:
+            yield (
+                f"the model holds codes ({', '.join(self.codes)}): the float32 original has what they mean as plain "
+                "weights, and the floor is the model as it runs by itself"
+            )
         rounded = {plain(dtype) for dtype in self._rounded_to() if torch.finfo(dtype).bits < 32}
         if rounded:
             patched = largest(stage.patched.largest_relative_settled for stage in reports)
@@ -153,15 +182,3 @@ def parse_dtype(given: str | torch.dtype) -> torch.dtype:
     if name not in DTYPES:
         raise UsageError(f"dtype {name!r}; supported are {', '.join(DTYPES)}, and source for a folder")
     return DTYPES[name]
-
-
-def cast_copy(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """A copy of ``model`` in ``dtype``; what transformers would keep in float32 when loading stays as it is."""
-    kept = set(model._keep_in_fp32_modules_strict or ())
-    if dtype == torch.float16:
-        kept |= set(model._keep_in_fp32_modules or ())
-    other = copy.deepcopy(model)
-    for name, parameter in other.named_parameters():
-        if parameter.is_floating_point() and not any(part in name for part in kept):
-            parameter.data = parameter.data.to(dtype)
-    return other

@@ -2,34 +2,71 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
-from mla_convert.errors import CheckpointError
+from mla_convert.errors import CheckpointError, UsageError
 from mla_convert.formats import count_nonfinite, plain
+from mla_convert.patches.plain_copy import code_labels
 
-_FAULTS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+_FAULTS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 _AGAIN = "take the config.json that belongs to the checkpoint"
 _NAMED = 3
 
 
 @torch.no_grad()
 def try_out(model: Any, where: str) -> None:
-    """Compute two tokens; CheckpointError, naming ``where`` the model is from, if transformers fails at that."""
+    """Compute two tokens in evaluation mode, as all that follows will be.
+
+    Raises:
+        CheckpointError: naming ``where`` the model is from, if transformers fails at that.
+        UsageError: where the model holds codes, and what multiplies by them does not run here.
+    """
     ids = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
     try:
-        model(input_ids=ids, use_cache=False)
+        with evaluating(model):
+            model(input_ids=ids, use_cache=False)
     except torch.OutOfMemoryError:
         raise
     except _FAULTS as error:
-        reason = " ".join(str(error).split())[:300]
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        if labels := code_labels(model):
+            raise UsageError(
+                f"{where} holds codes ({', '.join(labels)}), and cannot compute two tokens with them here, unpatched "
+                f"as it is ({reason}): take a device and sizes that their library runs on, or the model's folder "
+                "instead of the model, which is loaded in plain numbers"
+            ) from error
         raise CheckpointError(
             f"transformers loads {where}, and cannot compute two tokens with it, unpatched as it is "
-            f"({type(error).__name__}: {reason}): the config contradicts itself or the model; {_AGAIN}"
+            f"({reason}): the config contradicts itself or the model; {_AGAIN}"
         ) from error
+
+
+@contextlib.contextmanager
+def evaluating(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
+    """``model`` in evaluation mode; each module goes back to the mode it was in."""
+    training = [module for module in model.modules() if module.training]
+    set_mode: Any = model  # transformers leaves eval untyped
+    set_mode.eval()
+    try:
+        yield model
+    finally:
+        for module in training:
+            module.training = True
 
 
 def refuse_nonfinite_logits(logits: Tensor, model: nn.Module, where: str) -> None:

@@ -6,7 +6,9 @@ Three rules, of which one applies:
   position is at most :data:`STRICT` of the original's range of logits at that position.
 - **floor**: a lower precision, be it the model's or that of absorbed weights that were rounded. The original itself, at
   that precision, has a distance from the float32 original: the floor. The patched model may be little farther away
-  (:mod:`mla_convert.judgement`).
+  (:mod:`mla_convert.judgement`). A float32 model in memory that holds codes has its floor, too, since some round what
+  they multiply: the model as it runs, against the numbers that the codes mean. Where that keeps the strict rule, so
+  must the patched model.
 - **requantized**: absorbed weights that are codes. They are not the same numbers and cannot be the same model; the
   question is whether they are as good as their bits. The floor is the original with the same codes spent on
   ``kv_b_proj`` as it was (in the lowest precision of the others), and the patched model is held to it by the same
@@ -20,7 +22,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +30,7 @@ from transformers import PreTrainedModel
 
 from mla_convert.divergence import Divergence, compare
 from mla_convert.formats import plain
-from mla_convert.judgement import StageReport, VerificationReport, judge
+from mla_convert.judgement import StageReport, VerificationReport, judge, keeps_strictly
 from mla_convert.patches.apply import patched
 from mla_convert.patches.description import PatchDescription
 from mla_convert.prompts import Prompts, read_prompts
@@ -36,7 +38,7 @@ from mla_convert.quality import coded_projections
 from mla_convert.sizes import BLOCK, check_positions, check_sizes, choose_sizes
 from mla_convert.stages import Outputs, Stage, counted_calls, run
 from mla_convert.subject import Subject
-from mla_convert.trial import refuse_nonfinite_logits, try_out
+from mla_convert.trial import evaluating, refuse_nonfinite_logits, try_out
 
 
 def verify(
@@ -88,13 +90,24 @@ def verify(
     with patched(subject.model, subject.absorbed, **patching):
         pass  # whatever cannot be patched is refused before the long part
     floor = subject.floor_dtype()
-    if subject.schemes is not None:
-        floor = floor or torch.float32
     sizes = choose_sizes(prefill, decode, batch, floored=floor is not None)
     check_positions(subject.model, *sizes[:2])
     text = read_prompts(subject.folder, subject.vocabulary, prompts)
-    stages = _stages(text, sizes)
-    reports, description, routers = _compare_all(subject, floor, stages, patching, _Ticks(progress, stages, floor))
+    reports, description, routers = _compare_all(subject, floor, _stages(text, sizes), patching, progress)
+    return _report(subject, floor, text, reports, description, routers, time.perf_counter() - started)
+
+
+def _report(
+    subject: Subject,
+    floor: torch.dtype | None,
+    text: Prompts,
+    reports: Sequence[StageReport],
+    description: PatchDescription,
+    routers: int,
+    seconds: float,
+) -> VerificationReport:
+    if all(stage.floor is None for stage in reports):
+        floor = None
     return VerificationReport(
         source=subject.label,
         absorbed=None if subject.absorbed is None else os.fspath(subject.absorbed),
@@ -110,28 +123,36 @@ def verify(
         routers=routers,
         stages=tuple(reports),
         notes=tuple(subject.notes(reports)),
-        seconds=time.perf_counter() - started,
+        seconds=seconds,
     )
 
 
 def _compare_all(
-    subject: Subject, floor: torch.dtype | None, stages: list[Stage], patching: dict[str, Any], ticks: _Ticks
+    subject: Subject,
+    floor: torch.dtype | None,
+    stages: list[Stage],
+    patching: dict[str, Any],
+    progress: Callable[[int, int], None] | None,
 ) -> tuple[list[StageReport], PatchDescription, int]:
     """Reference first, then the floor, then the patched model: at most two models are in memory."""
-    with _evaluating(subject.at(torch.float32)) as original:
-        # One call over all tokens gives the float32 original's logits for less; under the strict rule both take
-        # the same steps, so that nothing but the patch is between them.
-        references = [run(original, stage, whole=floor is not None, tick=ticks) for stage in stages]
+    # One call over all tokens gives the float32 original's logits for less; where the strict rule may apply both take
+    # the same steps, so that nothing but the patch is between them.
+    exact = floor is None or (floor == torch.float32 and subject.schemes is None)
+    ticks = _Ticks(progress, stages, floored=floor is not None, whole=not exact)
+    with evaluating(subject.reference()) as original:
+        references = [run(original, stage, whole=not exact, tick=ticks) for stage in stages]
         for reference in references:
             refuse_nonfinite_logits(reference.logits, original, subject.label)
     del original
     own: list[dict[str, Divergence]] = [{} for _ in stages]
     if floor is not None:
-        with _evaluating(subject.at(floor)) as lower, coded_projections(lower, *(subject.schemes or (None, None))):
+        with evaluating(subject.at(floor)) as lower, _as_coded(lower, subject):
             own = [_found(stage, r, run(lower, stage, tick=ticks)) for stage, r in zip(stages, references, strict=True)]
         del lower
+    if exact and all(keeps_strictly(divergence) for parts in own for divergence in parts.values()):
+        own = [{} for _ in stages]  # float32 codes that multiply as plain numbers do
     reports = []
-    with _evaluating(subject.model) as model, patched(model, subject.absorbed, **patching) as handle:
+    with evaluating(subject.model) as model, patched(model, subject.absorbed, **patching) as handle:
         description = handle.describe()
         for stage, reference, floors in zip(stages, references, own, strict=True):
             with counted_calls(model) as calls:
@@ -140,6 +161,11 @@ def _compare_all(
                 judge(name, stage, calls, there, floors.get(name), subject.whose) for name, there in found.items()
             ]
     return reports, description, len(references[0].routes)
+
+
+def _as_coded(model: PreTrainedModel, subject: Subject) -> contextlib.AbstractContextManager[None]:
+    """``model`` with the subject's codes spent on ``kv_b_proj``, for a ``with`` block; as it is if there are none."""
+    return contextlib.nullcontext() if subject.schemes is None else coded_projections(model, *subject.schemes)
 
 
 def _found(stage: Stage, reference: Outputs, outputs: Outputs) -> dict[str, Divergence]:
@@ -158,12 +184,12 @@ class _Ticks:
     """Counts the calls of all models in all stages for a progress bar."""
 
     def __init__(
-        self, progress: Callable[[int, int], None] | None, stages: list[Stage], floor: torch.dtype | None
+        self, progress: Callable[[int, int], None] | None, stages: list[Stage], *, floored: bool, whole: bool
     ) -> None:
         self.progress = progress
         self.done = 0
         steps = sum(len(stage.cuts()) for stage in stages)
-        self.total = 2 * steps + (0 if floor is None else len(stages))
+        self.total = (len(stages) if whole else steps) + (steps if floored else 0) + steps
 
     def __call__(self) -> None:
         self.done += 1
@@ -184,16 +210,3 @@ def _stages(text: Prompts, sizes: tuple[int, int, int]) -> list[Stage]:
         Stage("padded", padded, prefill, padding=padding.flip(0)),
         Stage("one sequence", text.take(1, total // 2), min(prefill, total // 4)),
     ]
-
-
-@contextlib.contextmanager
-def _evaluating(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
-    """``model`` in evaluation mode; each module goes back to the mode it was in."""
-    training = [module for module in model.modules() if module.training]
-    set_mode: Any = model  # transformers leaves eval untyped
-    set_mode.eval()
-    try:
-        yield model
-    finally:
-        for module in training:
-            module.training = True

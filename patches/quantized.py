@@ -190,4 +190,6 @@ SHARD = Reader(
     shape=lambda linear: weight_shape(_shard(linear)),
 )
 
-QUANTIZED = (SHARD, FP8, COMPRESSED, TORCHAO, FOUR_BITS, EIGHT_BITS)
+#: Forms in which the stored numbers are codes, or are rounded to some at each call.
+CODES = (FP8, COMPRESSED, TORCHAO, FOUR_BITS, EIGHT_BITS)
+QUANTIZED = (SHARD, *CODES)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from mla_convert import judgement
 from mla_convert.divergence import Divergence, compare, kl_divergence, largest, quantile
 from mla_convert.errors import UsageError
+from mla_convert.jsonable import jsonable
 from mla_convert.judgement import judge
 from mla_convert.prompts import read_prompts
 from mla_convert.stages import Calls, Outputs, Stage, watched_routers
@@ -204,7 +205,7 @@ def test_what_is_not_a_number_passes_no_rule() -> None:
     assert not failed.passed and failed.patched.worst_sequence == 7
     broken.kl[7] = math.nan
     assert not judge("decode", DECODE, RAN, broken, sample(5000)).passed
-    entry = judgement._plain(dataclasses.asdict(failed))
+    entry = jsonable(failed)
     assert json.loads(json.dumps(entry, allow_nan=False))["patched"]["largest_relative"] is None
 
 
@@ -214,7 +215,7 @@ def test_what_is_not_a_number_passes_no_rule() -> None:
         (sample(5000, scale=1.24, wrong=20), None),
         (sample(5000, scale=1.26), "decode: the median of the KL to the float32 original is 6.30e-01, over 6.25e-01"),
         (sample(5000, wrong=30), "top-1 agreement with the float32 original is 99.40%"),
-        (sample(5000, rerouted=40), "at 40 positions, over 19; the original itself does at 0"),
+        (sample(5000, rerouted=40), "at 40 positions, over 19; the floor, the original's own, has 0"),
         (sample(5000, rerouted=5), None),
     ],
     ids=["within", "median", "top-1", "rerouted", "few rerouted"],
@@ -223,6 +224,13 @@ def test_the_floor_rule(found: Divergence, words: str | None) -> None:
     report = judge("decode", DECODE, RAN, found, sample(5000))
     assert report.passed == (words is None)
     assert words is None or any(words in failure for failure in report.failures)
+
+
+def test_a_failure_says_whose_the_floor_is() -> None:
+    whose = "that of the same bits on kv_b_proj"
+    report = judge("decode", DECODE, RAN, sample(5000, 2.0, rerouted=40, wrong=90), sample(5000), whose)
+    assert len(report.failures) == 4 and all(whose in failure for failure in report.failures)
+    assert not any("original's own" in failure or "original itself" in failure for failure in report.failures)
 
 
 def test_the_floor_rule_looks_at_the_tail_apart() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import models
 import pytest
+import torch
 
 import mla_convert
 from mla_convert.schemes import INT8, int4
@@ -51,4 +52,4 @@ def test_the_schemes_of_each_side(source: Path, tmp_path: Path) -> None:
         mla_convert.convert(source, tmp_path / name, **options)
         subject = Subject(source, tmp_path / name, "float32")
         assert subject.schemes == expected
-        assert subject.floor_dtype() is None
+        assert subject.floor_dtype() == (None if expected is None else torch.float32)
