@@ -16,13 +16,14 @@ from mla_convert.architectures import Family
 from mla_convert.errors import PatchError, UsageError
 from mla_convert.kernels.dispatch import choose_backend, describe_backend
 from mla_convert.patches.adapters import unwrapped
-from mla_convert.patches.attention import PREFIX, registered_name
+from mla_convert.patches.attention import registered_name
 from mla_convert.patches.cache import LatentCache
 from mla_convert.patches.cache_formats import parse_cache
 from mla_convert.patches.cache_rows import code_dtype
 from mla_convert.patches.description import PatchDescription, products_of, read_through
 from mla_convert.patches.installing import install, uninstall
 from mla_convert.patches.layer import AbsorbedLayer, Options, layer_of
+from mla_convert.patches.originals import PREFIX
 from mla_convert.patches.recognition import attention_modules, attention_setting, family_of, resolve_forms
 from mla_convert.patches.refusals import add_refusals, remove_refusals
 from mla_convert.patches.sidecar import Asked, Sidecar

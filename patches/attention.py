@@ -9,72 +9,27 @@ from __future__ import annotations
 
 import functools
 import logging
-import sys
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from mla_convert.errors import PatchError
 from mla_convert.kernels.tracing import being_traced
 from mla_convert.patches.cache import adopt, check_model, handing_layer
 from mla_convert.patches.call import Call, Handover
+from mla_convert.patches.keywords import MASKED, check_known, looks_ahead, needs_original
 from mla_convert.patches.layer import AbsorbedLayer, layer_of, wants_gradients
-from mla_convert.patches.masks import (
-    additive,
-    representable,
-    without_empty_end,
-)
-from mla_convert.patches.seeing import seen_by, with_indices
-from mla_convert.patches.selection import fold, selected
+from mla_convert.patches.masks import representable, without_empty_end
+from mla_convert.patches.originals import KNOWN, PREFIX, function_of, original_of, register, run_original
+from mla_convert.patches.seeing import seen_by
+from mla_convert.patches.selection import selected
 
 logger = logging.getLogger(__name__)
 
-#: Originals whose masks are boolean or absent when this package makes them.
-_SDPA_MASKED = ("eager", "sdpa", "flex_attention")
-#: Of those, the ones that add their mask, and take none to mean that everything is visible.
-_ADDING = ("eager", "flex_attention")
-_KNOWN_ORIGINALS = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
-
-#: The original attention that each of our names stands for.
-_ORIGINALS: dict[str, str] = {}
-
-#: Begins the name of every attention implementation that patched models use.
-PREFIX = "mla_latent_over_"
-#: Keywords that models pass on and that do not change attention.
-HARMLESS = frozenset(
-    "cache_position dropout input_ids inputs_embeds kwargs labels layer_idx logits_to_keep num_items_in_batch "
-    "output_attentions output_hidden_states output_router_logits position_embeddings position_ids return_dict "
-    "token_type_ids use_cache".split()
-)
-#: Keywords that change attention, and that the absorbed form takes.
-USED = frozenset(("indices", "s_aux", "sliding_window"))
-#: Keywords under which only the original function knows what to do.
-EXPANDED_ONLY = frozenset(
-    "cu_seq_lens_k cu_seq_lens_q is_causal max_length_k max_length_q position_bias softcap".split()
-)
-
 
 def registered_name(original: str) -> str:
-    """The name under which patched models with attention ``original`` look up their function; registers it.
-
-    The name avoids "flash" and "sdpa": transformers draws conclusions from those.
-    """
-    name = PREFIX + original.replace("flash", "fl").replace("sdpa", "sd").replace("/", "_")
-    _ORIGINALS[name] = original
-    if name not in ALL_ATTENTION_FUNCTIONS.valid_keys():
-        if original not in _SDPA_MASKED and original not in ALL_MASK_ATTENTION_FUNCTIONS.valid_keys():
-            raise PatchError(
-                f"the model's attention implementation {original!r} has no mask function registered with transformers, "
-                'so what its tokens may see is not known here: call model.set_attn_implementation("sdpa") first'
-            )
-        mask = sdpa_mask if original in _SDPA_MASKED else ALL_MASK_ATTENTION_FUNCTIONS[original]
-        AttentionInterface.register(name, functools.partial(latent_attention, original=original))
-        AttentionMaskInterface.register(name, mask)
-    return name
+    """The name under which patched models with attention ``original`` look up their function; registers it."""
+    return register(original, latent_attention)
 
 
 def passed_through(kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
@@ -102,15 +57,16 @@ def latent_attention(
     """
     layer = layer_of(module)
     call = None if layer is None else layer.slot.get()
+    whole = kwargs.get("position_bias") is not None or (attention_mask is None and looks_ahead(kwargs))
     chooses = kwargs.get("indices") is not None or (call is not None and call.selection is not None)
-    if call is not None and call.expands_capacity and original in _SDPA_MASKED and not chooses:
+    if call is not None and call.expands_capacity and original in MASKED and not chooses and not whole:
         key, value, attention_mask = without_empty_end(key, value, attention_mask, query.shape[2])
     run = functools.partial(
-        _run_original, original, module, query, mask=attention_mask, scaling=scaling, dropout=dropout, kwargs=kwargs
+        run_original, original, module, query, mask=attention_mask, scaling=scaling, dropout=dropout, kwargs=kwargs
     )
     if layer is None:  # another model, unpatched, that shares its config with a patched one
         return run(key, value)
-    _check_known(layer.name, module, original, kwargs)
+    check_known(layer.name, module, original, function_of(original, module), kwargs)
     if call is None or not call.absorbed:
         return run(*_expand(module, key, value), selection=None if call is None else call.selection)
     scale = layer.geometry.scale if scaling is None else scaling
@@ -118,61 +74,10 @@ def latent_attention(
     return layer.attend(query, key[:, 0], value[:, 0], scale, call, seen), None
 
 
-def _check_known(name: str, module: nn.Module, original: str, kwargs: dict[str, Any]) -> None:
-    """Refuse arguments that may mean something, and that would be ignored in one form or in both."""
-    unknown = [k for k, v in kwargs.items() if v is not None and k not in HARMLESS | USED | EXPANDED_ONLY]
-    # A layer's own window is in its mask; one that a caller gives is not, and these originals read masks only.
-    window = kwargs.get("sliding_window")
-    if original in _SDPA_MASKED and window is not None and window != getattr(module, "sliding_window", None):
-        unknown.append("sliding_window")
-    if unknown:
-        raise PatchError(
-            f"{name}: the attention function was called with {', '.join(sorted(unknown))}, which is not known here; "
-            "call the model without, or unpatch it and report the model"
-        )
-
-
 def _expand(module: Any, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """Keys and values of all heads, by the model's own function, which the instance hides."""
     keys, values = type(module).expand_kv(module, key, value)
     return keys, values
-
-
-def _run_original(
-    original: str,
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    mask: Any,
-    scaling: float | None,
-    dropout: float,
-    kwargs: dict[str, Any],
-    selection: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """The model's original attention function, with the mask in the form it takes, positions chosen included."""
-    function = _original_function(original, module)
-    if kwargs.get("indices") is not None:
-        mask, kwargs = with_indices(mask, query, key, kwargs["indices"]), kwargs | {"indices": None}
-    if selection is not None:
-        mask = fold(None, selection, key.shape[2])
-    if original == "sdpa" and kwargs.get("s_aux") is not None:
-        raise PatchError('attention sinks are ignored by "sdpa": call model.set_attn_implementation("eager") first')
-    width = value.shape[-1]
-    if original in _ADDING and (mask is None or isinstance(mask, Tensor)):
-        mask = additive(mask, query, key.shape[2])
-    elif original == "sdpa" and query.device.type == "cpu" and width < key.shape[-1]:
-        # PyTorch's CPU flash kernel wants one width for keys and values; without it memory grows quadratically.
-        value = nn.functional.pad(value, (0, key.shape[-1] - width))
-    out, weights = function(module, query, key, value, mask, scaling=scaling, dropout=dropout, **kwargs)
-    return out[..., :width], weights
-
-
-def _original_function(original: str, module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    if original != "eager":
-        return ALL_ATTENTION_FUNCTIONS[original]  # type: ignore[no-any-return]
-    return sys.modules[type(module).__module__].eager_attention_forward  # type: ignore[no-any-return]
 
 
 def begin_call(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -198,7 +103,7 @@ def begin_call(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
             "output_attentions: calls that ask for attention weights run expanded, through the model's original "
             "attention; the absorbed form has none"
         )
-    possible = not weights_asked and not wants_gradients(module, hidden) and not _needs_original(module, given)
+    possible = not weights_asked and not wants_gradients(module, hidden) and not needs_original(module, given)
     if possible and not tracing:
         possible = not layer.needs_projections(module)
     stored = handing_layer(cache, module.layer_idx)
@@ -220,20 +125,13 @@ def _wants_attention_weights(module: nn.Module, given: dict[str, Any]) -> bool:
     return bool(given.get("output_attentions") or getattr(module.config, "output_attentions", False))
 
 
-def _needs_original(module: nn.Module, given: dict[str, Any]) -> bool:
-    """Whether the call asks for something that only the original attention function does."""
-    if module.training and getattr(module, "attention_dropout", False):
-        return True
-    return any(given.get(name) is not None for name in EXPANDED_ONLY)
-
-
 def _packed(module: Any, given: dict[str, Any]) -> bool:
     """Whether positions begin anew inside the call, and the original takes that, without a mask, to part sequences.
 
     That is how transformers' flash attention tells packed sequences, in a batch of one.
     """
     positions = given.get("position_ids")
-    flash = "flash" in _ORIGINALS[module.config._attn_implementation]
+    flash = "flash" in original_of(module.config._attn_implementation)
     if not flash or given.get("attention_mask") is not None or positions is None:
         return False
     if positions.shape[-2] != 1 or positions.shape[-1] == 1:
@@ -262,5 +160,5 @@ def end_call(module: nn.Module, args: Any, output: Any) -> None:
         layer.release()
 
 
-for _name in _KNOWN_ORIGINALS:
+for _name in KNOWN:
     registered_name(_name)

@@ -126,14 +126,18 @@ def without_empty_end(
     return key[:, :, :stop], value[:, :, :stop], mask[..., :stop]
 
 
-def additive(mask: torch.Tensor | None, query: torch.Tensor, kv_len: int) -> torch.Tensor | None:
-    """``mask`` as numbers to add to the logits; causal from the upper left when there is none and S > 1."""
-    q_len = query.shape[2]
-    if mask is None:
-        if q_len == 1:
-            return None
-        mask = causal(q_len, kv_len, query.device)
-    if mask.dtype != torch.bool:
+def additive(
+    mask: torch.Tensor | None, query: torch.Tensor, kv_len: int, *, ahead: bool = False
+) -> torch.Tensor | None:
+    """``mask`` as numbers to add to the logits; without one, :func:`implied`."""
+    mask = implied(query, kv_len, ahead=ahead) if mask is None else mask
+    if mask is None or mask.dtype != torch.bool:
         return mask
     lowest = torch.finfo(query.dtype).min
     return torch.zeros(mask.shape, dtype=query.dtype, device=query.device).masked_fill_(~mask, lowest)
+
+
+def implied(query: torch.Tensor, kv_len: int, *, ahead: bool) -> torch.Tensor | None:
+    """What no mask means, as bool [1,1,S,T]: causal from the upper left; None where everything is visible."""
+    q_len = query.shape[2]
+    return None if ahead or q_len == 1 else causal(q_len, kv_len, query.device)

@@ -38,17 +38,21 @@ def seen_by(query: Tensor, kv_len: int, mask: Any, call: Call, kwargs: dict[str,
     return Seen(restricted(by_mask, batch, q_len, kv_len, query.device), indices, sinks)
 
 
-def with_indices(mask: Any, query: Tensor, key: Tensor, indices: Tensor) -> Tensor:
+def with_indices(mask: Any, query: Tensor, key: Tensor, indices: Tensor, *, ahead: bool = False) -> Tensor:
     """The mask of an expanded call, restricted to ``indices`` [B,S,K].
+
+    No mask means causal, or with ``ahead`` that everything is visible.
 
     Raises:
         PatchError: where the mask is in a form that cannot be restricted.
     """
     if mask is None:
+        if ahead:
+            return fold(None, indices, key.shape[2])
         mask = causal(query.shape[2], key.shape[2], query.device)
     if not isinstance(mask, Tensor) or mask.dim() != 4:
         raise PatchError(
-            f"an indexer chose positions for attention whose mask is {'no tensor' if mask is None else type(mask)}; "
+            f"an indexer chose positions for attention whose mask is {type(mask)}; "
             'call model.set_attn_implementation("sdpa") before patching'
         )
     return fold(mask, indices, key.shape[2])

@@ -17,7 +17,7 @@ from patching import BOUND, steps
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 import mla_convert
-from mla_convert.patches.attention import PREFIX
+from mla_convert.patches.originals import PREFIX
 
 #: Absorbed wherever that is allowed.
 EAGER_PATCHING = {"prefill_threshold": 100, "form": "fused"}

@@ -10,8 +10,6 @@ import torch
 from transformers import DynamicCache
 
 import mla_convert
-from mla_convert.errors import PatchError
-from mla_convert.patches.attention import HARMLESS
 
 
 @pytest.mark.parametrize("attn", ["sdpa", "eager"])
@@ -80,14 +78,3 @@ def test_a_config_that_asks_for_attention_weights(runs: list[int]) -> None:
     with mla_convert.patched(model, prefill_threshold=100):
         assert all(torch.equal(a, b) for a, b in zip(model(ids).attentions, expected, strict=True))
     assert not runs
-
-
-@pytest.mark.parametrize("threshold", [0, 100], ids=["expanded", "absorbed"])
-@torch.inference_mode()
-def test_an_argument_that_changes_attention_is_never_ignored(threshold: int) -> None:
-    model, ids = models.deepseek_v3(), models.tokens(1, 6)
-    with mla_convert.patched(model, prefill_threshold=threshold):
-        with pytest.raises(PatchError, match="sliding_window"):
-            model(ids, sliding_window=4)
-        model(ids, position_ids=torch.arange(6)[None])
-    assert "sliding_window" not in HARMLESS and "s_aux" not in HARMLESS and "indices" not in HARMLESS

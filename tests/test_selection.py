@@ -16,7 +16,8 @@ from transformers import DynamicCache
 import mla_convert
 from mla_convert.errors import PatchError
 from mla_convert.kernels import torch_decode
-from mla_convert.patches import attention, layer
+from mla_convert.patches import layer, originals
+from mla_convert.patches.seeing import with_indices
 from mla_convert.patches.selection import chosen, fold
 
 SPARSE = [
@@ -38,6 +39,14 @@ def test_chosen_positions_as_a_mask() -> None:
     added = fold(torch.zeros(1, 1, 2, 5).masked_fill(~mask[..., :5], lowest), indices, 5)
     assert added.eq(0).tolist() == [[both]] and added[~added.eq(0)].eq(lowest).all()
     assert fold(None, indices, 5).tolist() == [[expected]]
+
+
+def test_positions_chosen_without_a_mask() -> None:
+    """None means causal, from the upper left, unless tokens look ahead as well."""
+    query, key, indices = torch.zeros(1, 3, 2, 4), torch.zeros(1, 3, 4, 4), torch.tensor([[[0, 3], [1, 2]]])
+    both = [[True, False, False, True], [False, True, True, False]]
+    assert with_indices(None, query, key, indices, ahead=True).tolist() == [[both]]
+    assert with_indices(None, query, key, indices).tolist() == [[[[True] + [False] * 3, [False, True, False, False]]]]
 
 
 @pytest.mark.parametrize("threshold", [0, 100])
@@ -104,7 +113,6 @@ def test_an_argument_that_nobody_knows_is_refused(threshold: int) -> None:
     model, ids = make("deepseek_v32"), models.tokens(1, 8)
     with mla_convert.patched(model, prefill_threshold=threshold), pytest.raises(PatchError, match="a_new_bias"):
         model(ids, a_new_bias=torch.ones(1))
-    assert {"indices", "s_aux", "sliding_window"} == attention.USED and not attention.USED & attention.HARMLESS
 
 
 @torch.inference_mode()
@@ -112,7 +120,7 @@ def test_the_vision_tower_keeps_its_attention() -> None:
     model: Any = family_models.make("kimi_k25")
     tower = model.config.vision_config._attn_implementation
     with mla_convert.patched(model):
-        assert model.config.text_config._attn_implementation.startswith(attention.PREFIX)
+        assert model.config.text_config._attn_implementation.startswith(originals.PREFIX)
         assert model.config.vision_config._attn_implementation == tower
         assert model.model.vision_tower.config._attn_implementation == tower
     assert model.config.text_config._attn_implementation == tower

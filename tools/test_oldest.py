@@ -18,7 +18,7 @@ RECORD = ROOT / "benchmarks" / "results" / "test_oldest.md"
 #: alone compare it with the installed release's caches, whose ``reset`` was another in the oldest, and those of every
 #: cache need some that it lacks (FP8) or cannot reorder, patched or not (quantized).
 SUBJECTS = (
-    "patch* freshness generate generate_static generate_threads generate_training masks adapters offload "
+    "patch* keywords freshness generate generate_static generate_threads generate_training masks adapters offload "
     "quantized_projections versions families sidecar storage coded_sidecar cache_models parallel"
 )
 
