@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import pathlib
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -25,10 +26,19 @@ from mla_convert.paths import path_of, source_of
 from mla_convert.placing import check_link, place
 from mla_convert.publishing import Publisher
 from mla_convert.ranks import World
-from mla_convert.recipe import SIDES, check_options, parse_device, parse_dtype, parse_forms, plan_layers, refuse_recipe
+from mla_convert.recipe import (
+    SIDES,
+    Side,
+    check_options,
+    parse_device,
+    parse_dtype,
+    parse_forms,
+    plan_layers,
+    refuse_recipe,
+)
 from mla_convert.remains import reusable
 from mla_convert.run import Run
-from mla_convert.schemes import parse_schemes
+from mla_convert.schemes import Scheme, parse_schemes
 from mla_convert.sidecar import make_manifest
 from mla_convert.work import default_workers
 
@@ -97,57 +107,86 @@ def convert(
     """
     started = time.perf_counter()
     schemes = dict(zip(SIDES, parse_schemes(quantize, qk_bits, vo_bits, group_size), strict=True))
-    coded = any(schemes.values())
-    if not coded and (measure or calibrate is not None):
+    measured = measure or calibrate is not None
+    if measured and not any(schemes.values()):
         raise UsageError("calibrate and measure are about quantized weights, and nothing is quantized: add quantize")
     check_options(target, parts, workers, max_shard_bytes)
     if target in ("hf", "native"):
         refuse_recipe(target, form=form, qk=qk, vo=vo, dtype=dtype, quantize=quantize, qk_bits=qk_bits, vo_bits=vo_bits)
-    wanted = parse_forms(form, qk, vo)
-    stored_dtype, where = parse_dtype(dtype), parse_device(device)
-    whole = target != "sidecar" or measure or calibrate is not None
-    checkpoint = source if isinstance(source, Checkpoint) else _open(source, whole=whole)
-    folder = path_of(out, "OUT")
-    if isinstance(checkpoint.path, HubPath) and (whole or (not isinstance(source, Checkpoint) and _same(source, out))):
-        raise UsageError(
-            f"{source} is a repository on the hub, which is read in parts and not written to; give a folder of its own "
-            "as OUT, or download the model first: hf download"
-        )
-    common: dict[str, Any] = {"max_shard_bytes": max_shard_bytes, "dry_run": dry_run}
-    common["origin"] = origin_of(checkpoint, base_model)
-    if target in ("hf", "native"):
-        order = order_layout(checkpoint, target, folder, parts=parts, **common)
-    else:
-        planned = plan_layers(checkpoint, wanted, stored_dtype, schemes)
-        common |= {"device": where, "rounder": _rounder(checkpoint, calibrate)}
-        if target == "standalone":
-            order = order_standalone(checkpoint, planned, folder, link=check_link(link), **common)
-        else:
-            order = order_sidecar(checkpoint, planned, folder, **common)
+    recipe = _Recipe(parse_forms(form, qk, vo), parse_dtype(dtype), parse_device(device), schemes, calibrate)
+    checkpoint = _take(source, out, whole=target != "sidecar" or measured)
+    common = {"max_shard_bytes": max_shard_bytes, "dry_run": dry_run, "origin": origin_of(checkpoint, base_model)}
+    order = _order(checkpoint, recipe, path_of(out, "OUT"), target, parts, link, common)
     needed = order.space + _SPARE_BYTES - reusable(order.goal.folder)
     check_space(order.goal.folder, needed, order.kept_in, order.bytes_kept)
     run = Run(order.goal, order.job, resume=resume, world=world)
-    manifest: Manifest | None = None
-    files: Sequence[str] = ()
-    if not dry_run:
-        publisher = Publisher(push) if push is not None and run.world.leads else None
-        with run:
-            run.work(workers or default_workers(run.world.local_size), progress)
-            manifest, files = _finish(run, order)
-        if publisher is not None:
-            run.notes.append(f"pushed to {publisher.push(order.goal.folder, files)}")
-    if coded and not (measure or calibrate is not None):
+    manifest, files = (None, ()) if dry_run else _carry_out(run, order, push, workers, progress)
+    if any(schemes.values()) and not measured:
         run.notes.append(
             "what the codes cost the model was not measured: measure=True, or --measure, reports KL and perplexity"
         )
     seconds = time.perf_counter() - started
     report = make_report(order, manifest, files, notes=run.notes, seconds=seconds, dry_run=dry_run)
-    if not coded or dry_run or not run.world.leads or not (measure or calibrate is not None):
+    if dry_run or not measured or not run.world.leads:
         return report
     from mla_convert.quality import report_quality
 
     quality = report_quality(checkpoint.path, order.goal.folder, (schemes["qk"], schemes["vo"]))
     return dataclasses.replace(report, quality=quality)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Recipe:
+    """What is asked of the absorbed weights."""
+
+    forms: dict[Side, str]
+    dtype: torch.dtype | None
+    device: torch.device
+    schemes: dict[Side, Scheme | None]
+    calibrate: str | os.PathLike[str] | None
+
+
+def _take(source: str | os.PathLike[str] | Checkpoint, out: str | os.PathLike[str], *, whole: bool) -> Checkpoint:
+    """The source, opened; UsageError where all of it would be needed, or written to, and it is on the hub."""
+    checkpoint = source if isinstance(source, Checkpoint) else _open(source, whole=whole)
+    if isinstance(checkpoint.path, HubPath) and (whole or (not isinstance(source, Checkpoint) and _same(source, out))):
+        raise UsageError(
+            f"{source} is a repository on the hub, which is read in parts and not written to; give a folder of its own "
+            "as OUT, or download the model first: hf download"
+        )
+    return checkpoint
+
+
+def _order(
+    checkpoint: Checkpoint,
+    recipe: _Recipe,
+    folder: pathlib.Path,
+    target: str,
+    parts: int | None,
+    link: str,
+    common: dict[str, Any],
+) -> Order:
+    """What to write for ``target``; ``common`` is handed to whoever plans it."""
+    if target in ("hf", "native"):
+        return order_layout(checkpoint, target, folder, parts=parts, **common)
+    planned = plan_layers(checkpoint, recipe.forms, recipe.dtype, recipe.schemes)
+    common = common | {"device": recipe.device, "rounder": _rounder(checkpoint, recipe.calibrate)}
+    if target == "standalone":
+        return order_standalone(checkpoint, planned, folder, link=check_link(link), **common)
+    return order_sidecar(checkpoint, planned, folder, **common)
+
+
+def _carry_out(
+    run: Run, order: Order, push: str | None, workers: int | None, progress: Callable[[int, int], None] | None
+) -> tuple[Manifest | None, Sequence[str]]:
+    """Write what was ordered, and push it where that is asked for; the manifest and the files' names."""
+    publisher = Publisher(push) if push is not None and run.world.leads else None
+    with run:
+        run.work(workers or default_workers(run.world.local_size), progress)
+        manifest, files = _finish(run, order)
+    if publisher is not None:
+        run.notes.append(f"pushed to {publisher.push(order.goal.folder, files)}")
+    return manifest, files
 
 
 def _same(source: str | os.PathLike[str], out: str | os.PathLike[str]) -> bool:
