@@ -24,7 +24,7 @@ from mla_convert.order import Order, order_layout, order_sidecar, order_standalo
 from mla_convert.origin import origin_of
 from mla_convert.paths import path_of, source_of
 from mla_convert.placing import check_link, place
-from mla_convert.publishing import Publisher
+from mla_convert.publishing import Publisher, check_repository
 from mla_convert.ranks import World
 from mla_convert.recipe import (
     SIDES,
@@ -110,7 +110,7 @@ def convert(
     measured = measure or calibrate is not None
     if measured and not any(schemes.values()):
         raise UsageError("calibrate and measure are about quantized weights, and nothing is quantized: add quantize")
-    check_options(target, parts, workers, max_shard_bytes)
+    check_options(target, parts, workers, max_shard_bytes, link)
     if target in ("hf", "native"):
         refuse_recipe(target, form=form, qk=qk, vo=vo, dtype=dtype, quantize=quantize, qk_bits=qk_bits, vo_bits=vo_bits)
     recipe = _Recipe(parse_forms(form, qk, vo), parse_dtype(dtype), parse_device(device), schemes, calibrate)
@@ -121,6 +121,9 @@ def convert(
     check_space(order.goal.folder, needed, order.kept_in, order.bytes_kept)
     run = Run(order.goal, order.job, resume=resume, world=world)
     manifest, files = (None, ()) if dry_run else _carry_out(run, order, push, workers, progress)
+    if dry_run and push is not None:
+        check_repository(push)
+        run.notes.append(f"whether {push} takes a push was not tried")
     if any(schemes.values()) and not measured:
         run.notes.append(
             "what the codes cost the model was not measured: measure=True, or --measure, reports KL and perplexity"
@@ -132,7 +135,7 @@ def convert(
     from mla_convert.quality import report_quality
 
     quality = report_quality(checkpoint.path, order.goal.folder, (schemes["qk"], schemes["vo"]))
-    return dataclasses.replace(report, quality=quality)
+    return dataclasses.replace(report, quality=quality, seconds=time.perf_counter() - started)
 
 
 @dataclasses.dataclass(frozen=True)

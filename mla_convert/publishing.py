@@ -14,6 +14,12 @@ _ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 _OWN = {".gitattributes"}  # what the hub itself puts into a new repository
 
 
+def check_repository(repo_id: str) -> None:
+    """UsageError where ``repo_id`` cannot be the name of a repository."""
+    if not _ID.fullmatch(repo_id):
+        raise UsageError(f"push {repo_id!r} is no name of a repository; give org/name")
+
+
 class Publisher:
     """A repository, ``org/name``, that takes the files of one conversion; checked, and made, before the work begins.
 
@@ -24,8 +30,7 @@ class Publisher:
     def __init__(self, repo_id: str) -> None:
         from huggingface_hub import HfApi
 
-        if not _ID.fullmatch(repo_id):
-            raise UsageError(f"push {repo_id!r} is no name of a repository; give org/name")
+        check_repository(repo_id)
         self.repo_id = repo_id
         self._api = HfApi(endpoint=os.environ.get("HF_ENDPOINT"))
         with self._errors("nothing was converted: log in with `hf auth login`, or leave push out"):

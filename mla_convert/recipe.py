@@ -147,12 +147,14 @@ def refuse_recipe(target: str, **options: object) -> None:
             raise UsageError(f"{name}={given!r}: target {target} keeps every value as it is; leave it out")
 
 
-def check_options(target: str, parts: int | None, workers: int | None, max_shard_bytes: int | None) -> None:
+def check_options(target: str, parts: int | None, workers: int | None, max_shard_bytes: int | None, link: str) -> None:
     """UsageError where one of these cannot be."""
     if target not in TARGETS:
         raise UsageError(f"target {target!r}; supported are {', '.join(TARGETS)}")
     if parts is not None and target != "native":
         raise UsageError(f"parts={parts} belongs to target native, and this is {target}; leave it out")
+    if link != "auto" and target != "standalone":
+        raise UsageError(f"link={link} belongs to target standalone, and this is {target}; leave it out")
     if parts is not None and (type(parts) is not int or parts < 1):
         raise UsageError(f"parts={parts!r}; a native checkpoint has a whole number of parts, one or more")
     if workers is not None and (type(workers) is not int or workers < 1):

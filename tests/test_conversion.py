@@ -309,6 +309,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "parts": (dict(parts=2), "parts=2 belongs to target native"),
     "no parts": (dict(target="native", parts=0), "parts=0; a native checkpoint has a whole number of parts"),
     "parts as text": (dict(target="native", parts="two"), "parts='two'"),
+    "link of a sidecar": (dict(link="hard"), "link=hard belongs to target standalone"),
     "link": (dict(target="standalone", link="soft"), "link 'soft'; supported are auto, hard, reflink, copy"),
     "values for native": (dict(target="native", form="fused"), "form='fused': target native keeps every value"),
     "values for hf": (dict(target="hf", quantize="int8"), "quantize='int8': target hf keeps every value"),

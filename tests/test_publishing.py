@@ -82,3 +82,12 @@ def test_from_the_command_line(
     result = invoke("convert", example_path, tmp_path / "out", "--push", "me/absorbed")
     assert result.exit_code == 0, result.stderr
     assert "mla_manifest.json" in hub.repos["me/absorbed"]
+
+
+def test_a_dry_run_checks_the_name_and_says_that_the_push_was_not_tried(
+    example_path: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    report = convert(example_path, tmp_path / "out", dry_run=True, push="me/thing")
+    assert "whether me/thing takes a push was not tried" in report.notes
+    with pytest.raises(UsageError, match="is no name of a repository"):
+        convert(example_path, tmp_path / "out", dry_run=True, push="thing")
