@@ -7,6 +7,7 @@ import json
 import pickle
 
 import benchmarking
+import interpreter  # noqa: F401  # before any kernel: on a CPU, Triton is chosen where it is interpreted
 import pytest
 import torch
 from torch import Tensor
