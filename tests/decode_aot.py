@@ -25,14 +25,17 @@ TYPES = {
     torch.int8: "i8",
     torch.uint8: "u8",
 }
-CODES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
+CODES = {"fp8": torch.float8_e4m3fn, "fp8fnuz": torch.float8_e4m3fnuz, "int8": torch.int8}
 #: Tensor memory of a streaming multiprocessor of sm_100, in columns.
 TENSOR_MEMORY = 512
 
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """What a kernel is specialised for; ``codes`` as in ``decode_cases``, ``variant`` a name of :data:`VARIANTS`."""
+    """What a kernel is specialised for; ``variant`` is a name of :data:`VARIANTS`.
+
+    ``codes`` as in ``decode_cases``; "fp8fnuz" is the e4m3 of gfx942's own instructions.
+    """
 
     dtype: str = "bf16"
     latent: int = 512
@@ -65,7 +68,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def arguments(problem: Problem, target: str) -> DecodeArguments:
+def arguments(problem: Problem) -> DecodeArguments:
     """The problem's tensors, of the strides that caches have, without storage."""
     shape = {"page": 0, "q_len": 1, "kv_len": 8192, "count": 0, "masked": False, "sinks": False}
     shape |= VARIANTS[problem.variant]
@@ -80,8 +83,7 @@ def arguments(problem: Problem, target: str) -> DecodeArguments:
     scale: torch.Tensor | None = None
     if problem.codes != "plain":
         kind, _, spread = problem.codes.partition("/")
-        held = torch.float8_e4m3fnuz if (kind, target) == ("fp8", "gfx942") else CODES[kind]
-        latent, rope = empty(*rows, problem.latent, dtype=held), empty(*rows, problem.rope)
+        latent, rope = empty(*rows, problem.latent, dtype=CODES[kind]), empty(*rows, problem.rope)
         scale_shape = {"tensor": (), "token": rows, "group": (*rows, problem.latent // 128)}[spread]
         scale = empty(*scale_shape, dtype=torch.float32)
         if problem.variant == "flashmla":
@@ -128,7 +130,7 @@ def request(function: str, values: dict[str, Any], target: str, **options: Any) 
 
 def part_request(problem: Problem, target: str, tile: Tile) -> aot.Request:
     """``part_kernel`` as a launch specialises it."""
-    args = arguments(problem, target)
+    args = arguments(problem)
     division = Division.of(args, tile)
     out = args.q_latent if division.parts == 1 else torch.empty(1, dtype=torch.float32, device="meta")
     values = part_arguments(args, tile, division) | {"out": out, "lse": torch.empty(1, device="meta")}
@@ -137,7 +139,7 @@ def part_request(problem: Problem, target: str, tile: Tile) -> aot.Request:
 
 def join_request(problem: Problem, target: str, tile: Tile) -> aot.Request:
     """``join_kernel`` likewise."""
-    args = arguments(problem, target)
+    args = arguments(problem)
     floats = torch.empty(1, device="meta")
     values = join_arguments(args, tile, Division.of(args, tile))
     values |= {"parts_out": floats, "parts_lse": floats, "out": args.q_latent, "lse": floats}
@@ -228,18 +230,23 @@ def cases(target: str, problem: Problem) -> Iterator[tuple[Problem, Tile]]:
 
 #: Architectures that share another's tiles.
 LIKE_ANOTHER = ("sm_89", "sm_120", "gfx950")
+#: Latents in codes, as the product stores them on every device; and as others may, on the GPU that computes with those.
 FORMATS = ("fp8/tensor", "fp8/token", "fp8/group", "int8/token")
+FNUZ = ("fp8fnuz/tensor", "fp8fnuz/token", "fp8fnuz/group")
 #: Bytes of a row of FlashMLA's cache: 512 codes, 4 float32 scales, 64 bfloat16 rotary numbers.
 FLASHMLA_ROW = 656
 
 
 def problems(target: str) -> list[Problem]:
     """Every combination that the report covers."""
-    found = [Problem(dtype, codes=codes) for dtype in ("bf16", "fp16") for codes in ("plain", *FORMATS)]
-    found += [Problem("fp32", wide, 64, codes) for wide in (512, 1024) for codes in ("plain", "fp8/group")]
-    found += [Problem(dtype, 1024, codes=codes) for dtype in ("bf16", "fp16") for codes in ("plain", *FORMATS)]
-    if target != "gfx942":  # whose FP8 numbers are of another kind than FlashMLA's
-        found.append(Problem(codes="fp8/group", variant="flashmla"))
+    formats = (*FORMATS, *FNUZ) if target == "gfx942" else FORMATS
+    found = [
+        Problem(dtype, wide, codes=codes)
+        for wide in (512, 1024)
+        for dtype in ("bf16", "fp16", "fp32")
+        for codes in ("plain", *formats)
+    ]
+    found.append(Problem(codes="fp8/group", variant="flashmla"))
     if target in LIKE_ANOTHER:
         return found
     found += [Problem(latent=wide) for wide in (64, 128, 192, 256)] + [Problem(rope=rope) for rope in (0, 16, 32)]
