@@ -201,11 +201,14 @@ def flashmla_rows() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Ten
 
 
 def flashmla_problem(paged: bool, dtype: torch.dtype = torch.float32) -> DecodeArguments:
-    """Attention over such rows as they are stored; in pages of 64, of which the second is given first."""
+    """Attention over such rows as they are stored; in pages of 64, of which the second is given first.
+
+    Unused bytes are 0xFF: NaN as a code, as a scale and as a rotary number.
+    """
     rows = flashmla_rows()[0]
     kv_lens = table = None
     if paged:
-        pages = torch.full((5, 64, 656), 0x7F, dtype=torch.uint8)
+        pages = torch.full((5, 64, 656), 0xFF, dtype=torch.uint8)
         pages[3, :40], pages[1, :40] = rows[0], rows[1]
         rows, kv_lens = pages, torch.tensor([40, 33], dtype=torch.int32)
         table = torch.tensor([[3, WILD_PAGE], [1, WILD_PAGE]], dtype=torch.int32)

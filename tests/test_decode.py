@@ -9,6 +9,7 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 import torch
+from decode_bounds import bounds, logit_rounding
 from decode_cases import HOSTILE, Case, build, flashmla_problem, flashmla_rows
 
 from mla_convert.errors import UsageError
@@ -41,48 +42,12 @@ def run(args: DecodeArguments, **changes: object) -> tuple[torch.Tensor, torch.T
     return absorbed_decode(**fields)
 
 
-def numbers_of(args: DecodeArguments, dtype: torch.dtype = torch.float64) -> DecodeArguments:
-    """All numbers in ``dtype``, coded ones decoded: exactly in float64, which a coded cache is compared with."""
-    latent = decode_latent(args.latent, args.latent_scale, dtype)
-    query, rope, k_rope = (numbers.to(dtype) for numbers in (args.q_latent, args.q_rope, args.k_rope))
-    return dataclasses.replace(args, q_latent=query, q_rope=rope, latent=latent, k_rope=k_rope, latent_scale=None)
-
-
-def plain(args: DecodeArguments) -> tuple[torch.Tensor, torch.Tensor]:
-    """Softmax attention as anybody would write it, in the query's dtype: what that dtype costs."""
-    dtype = args.q_latent.dtype
-    args = numbers_of(args, dtype)
-    wide = {f.name: getattr(args, f.name) for f in dataclasses.fields(args)}
-    out, lse = absorbed_decode_reference(DecodeArguments(**wide), dtype)
-    return out.double(), lse.double()
-
-
-def logit_rounding(args: DecodeArguments) -> torch.Tensor:
-    """One float32 rounding of the largest sum that a logit can be: eps · scale · |q| · |k| (Cauchy-Schwarz)."""
-    query = torch.cat((args.q_latent, args.q_rope), -1).double().norm(dim=-1).max()
-    latent, rope = numbers_of(args).latent.double(), args.k_rope.double()
-    key = torch.cat((latent, rope), -1).nan_to_num(0).norm(dim=-1).max()
-    return torch.finfo(torch.float32).eps * args.scale * query * key
-
-
 def assert_close(args: DecodeArguments, out: torch.Tensor, lse: torch.Tensor) -> None:
-    """Error at most twice that of plain PyTorch at the same dtype, and one rounding of the logits and of the result.
-
-    Plain PyTorch can be right by luck on a small case, hence the roundings. In float64 the reference
-    is not exact either: a sum of n terms is known to n roundings.
-    """
-    exact, exact_lse = absorbed_decode_reference(numbers_of(args))
-    usual, usual_lse = plain(args)
-    logits = logit_rounding(args) if out.dtype != torch.float64 else 0.0
-    unit = torch.finfo(out.dtype).eps + args.kv_len * torch.finfo(torch.float64).eps + logits
-    assert (out.double() - exact).abs().max() <= 2 * (usual - exact).abs().max() + unit * exact.abs().max()
-    empty = torch.isneginf(exact_lse)
-    assert torch.equal(torch.isneginf(lse), empty)
-    size = exact_lse.masked_fill(empty, 0).abs().max().clamp(min=1)
-    bound = (
-        2 * (usual_lse - exact_lse).masked_fill(empty, 0).abs().max() + torch.finfo(torch.float32).eps * size + logits
-    )
-    assert (lse.double() - exact_lse).masked_fill(empty, 0).abs().max() <= bound
+    """Errors within :func:`decode_bounds.bounds`, written so that a NaN fails."""
+    limits = bounds(args)
+    assert torch.equal(torch.isneginf(lse), torch.isneginf(limits.exact_lse))
+    error, lse_error = limits.errors(out, lse)
+    assert error <= limits.out and lse_error <= limits.lse, (error, lse_error, limits.out, limits.lse)
     assert lse.dtype == torch.float32 and out.dtype == args.q_latent.dtype
 
 
@@ -118,6 +83,39 @@ def test_what_is_chosen_but_not_seen_is_not_gathered(monkeypatch: pytest.MonkeyP
     found, alone = run(args, mask=mask, indices=chosen), run(args, mask=mask, indices=seen)
     assert widths == [4, 4] and all(torch.equal(a, b) for a, b in zip(found, alone, strict=True))
     assert_close(dataclasses.replace(args, mask=mask, indices=seen), *found)
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        flashmla_problem(paged=True),
+        build(Case(codes="int8/tensor", layout="paged", lens=(3, 0))),
+        build(Case(codes="fp8/group", layout="strided", dtype=torch.float16)),
+    ],
+    ids=["flashmla", "int8", "fp8"],
+)
+def test_bounds_know_nothing_of_what_lies_past_the_end(args: DecodeArguments) -> None:
+    """Whatever numbers stand there, a wrong result is refused, and bounds that would let it pass are none."""
+    past = {"latent": args.latent.clone(), "k_rope": args.k_rope.clone()}
+    lens, table = args.kv_lens, args.block_table
+    assert lens is not None
+    for b, length in enumerate(lens.tolist()):
+        for stored in past.values():
+            if table is None:
+                stored[b, length:].view(torch.uint8).fill_(0x7E)
+            elif length:
+                page = stored[int(table[b, (length - 1) // stored.shape[1]])]
+                page[(length - 1) % stored.shape[1] + 1 :].view(torch.uint8).fill_(0x7E)
+    other = dataclasses.replace(args, **past)
+    assert logit_rounding(other) == logit_rounding(args) < 1e-3
+    out, lse = run(args)
+    assert_close(other, out, lse)
+    for wrong in ((out * 0 + 2 * out.abs().max(), lse), (out, lse + 100)):
+        with pytest.raises(AssertionError):
+            assert_close(other, *wrong)
+    huge = dataclasses.replace(args, q_latent=args.q_latent * 1e4, q_rope=args.q_rope * 1e4)
+    with pytest.raises(AssertionError, match="would pass"):
+        bounds(dataclasses.replace(huge, scale=1e6))
 
 
 def test_the_definition_takes_the_same_arguments() -> None:

@@ -10,8 +10,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import decode_cases
 import interpreter  # noqa: F401  # before Triton
 import pytest
+import torch
+
+from mla_convert.kernels.reference import absorbed_decode_reference
 
 TOOLS = Path(__file__).resolve().parent.parent / "tools"
 
@@ -75,6 +79,20 @@ def test_inputs_rotate_through_more_than_a_cache_holds(results: ModuleType) -> N
 
     for size in (1, 1024 * 576 * 2, gpu.timing.ROTATED_BYTES, 10 * gpu.timing.ROTATED_BYTES):
         assert gpu.timing.rotations(size) * size > gpu.timing.ROTATED_BYTES
+
+
+@pytest.mark.parametrize("paged", [False, True], ids=["", "paged"])
+def test_a_wrong_result_is_judged_wrong(results: ModuleType, paged: bool) -> None:
+    """However little is known of what lies in memory that no sequence uses."""
+    from gpu.correctness import judged
+
+    args = decode_cases.flashmla_problem(paged)
+    out, lse = absorbed_decode_reference(args, torch.float32)
+    found = judged("right", args, out, lse)
+    assert 0 < found["error"] <= found["allowed"] < 1e-4 and found["lse_allowed"] < 1e-4
+    for wrong in ((out * 1.001, lse), (out, lse + 1e-3), (out * torch.nan, lse), (out, lse * -torch.inf)):
+        with pytest.raises(AssertionError):
+            judged("wrong", args, *wrong)
 
 
 def dry_run(out: Path, *options: str) -> str:

@@ -8,12 +8,11 @@ from typing import Any
 
 import decode_cases
 import torch
+from decode_bounds import bounds
 
 from gpu.setting import CPU, DEVICE, LATENT, ROPE
 from mla_convert.kernels import triton_decode
 from mla_convert.kernels.arguments import DecodeArguments, check
-from mla_convert.kernels.history import decode_latent
-from mla_convert.kernels.reference import absorbed_decode_reference
 
 #: (C, R): those of models, and odd ones.
 WIDTHS = ((512, 64), (512, 64), (256, 64), (128, 32), (192, 32), (1024, 64), (64, 0), (256, 16))
@@ -62,10 +61,7 @@ def moved(args: DecodeArguments) -> DecodeArguments:
 
 
 def check_case(number: int) -> dict[str, Any]:
-    """The kernel's largest error and what it is allowed, for output and log-sum-exp.
-
-    Allowed is twice the error of the same mathematics in plain PyTorch at that dtype, one rounding of the result, and
-    the rounding of float32 logits, which Cauchy-Schwarz bounds.
+    """The kernel's largest error and what it is allowed (``decode_bounds``), for output and log-sum-exp.
 
     Raises:
         AssertionError: where an error is larger.
@@ -76,44 +72,21 @@ def check_case(number: int) -> dict[str, Any]:
 
 
 def judged(name: str, args: DecodeArguments, out: torch.Tensor, lse: torch.Tensor) -> dict[str, Any]:
-    """A result's errors beside what they may be (:func:`check_case`), for ``args`` on the CPU.
+    """A result's errors beside what they may be (``decode_bounds``), for ``args`` on the CPU.
 
     Raises:
         AssertionError: where an error is larger.
     """
+    limits = bounds(args)
     out, lse = out.cpu(), lse.cpu()
-    plain = args
-    if args.coded:
-        numbers = decode_latent(args.latent, args.latent_scale, args.q_latent.dtype)
-        plain = dataclasses.replace(args, latent=numbers, latent_scale=None)
-    exact, exact_lse = absorbed_decode_reference(plain)
-    usual, usual_lse = absorbed_decode_reference(plain, args.q_latent.dtype)
-    eps, eps32 = torch.finfo(out.dtype).eps, torch.finfo(torch.float32).eps
-    norms = [
-        torch.cat(pair, -1).double().nan_to_num(0).norm(dim=-1).max()
-        for pair in ((args.q_latent, args.q_rope), (plain.latent.to(args.k_rope.dtype), args.k_rope))
-    ]
-    logits = float(eps32 * args.scale * norms[0] * norms[1])
-    empty = torch.isneginf(exact_lse)
-    assert torch.equal(torch.isneginf(lse), empty), f"{name}: other rows are empty than in the reference"
-    size = float(exact_lse.masked_fill(empty, 0).abs().max().clamp(min=1))
-    found = {
-        "case": name,
-        "error": _largest(out, exact),
-        "allowed": 2 * _largest(usual, exact) + (eps + logits) * float(exact.abs().max()),
-        "lse_error": _largest(lse.masked_fill(empty, 0), exact_lse.masked_fill(empty, 0)),
-        "lse_allowed": 2 * _largest(usual_lse.masked_fill(empty, 0), exact_lse.masked_fill(empty, 0))
-        + eps32 * size
-        + logits,
-    }
+    same = torch.equal(torch.isneginf(lse), torch.isneginf(limits.exact_lse))
+    assert same, f"{name}: other rows are empty than in the reference"
+    error, lse_error = limits.errors(out, lse)
+    found = {"case": name, "error": error, "allowed": limits.out, "lse_error": lse_error, "lse_allowed": limits.lse}
     # Written so that a NaN fails.
-    assert found["error"] <= found["allowed"], f"output: {found}"
-    assert found["lse_error"] <= found["lse_allowed"], f"log-sum-exp: {found}"
+    assert error <= limits.out, f"output: {found}"
+    assert lse_error <= limits.lse, f"log-sum-exp: {found}"
     return found
-
-
-def _largest(result: torch.Tensor, truth: torch.Tensor) -> float:
-    return float((result.double() - truth.double()).abs().max())
 
 
 def bit_equality() -> dict[str, bool]:
