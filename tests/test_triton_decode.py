@@ -15,6 +15,7 @@ import models
 import pytest
 import torch
 from decode_cases import HOSTILE, Case, build, flashmla_problem
+from decode_pairs import PAIRS, unmet
 from test_decode import assert_close, run
 from transformers import DynamicCache, StaticCache
 
@@ -29,9 +30,10 @@ TURNED = Tile(16, 16, 1, 1, transposed=True, split_tokens=32)
 WHOLE = Tile(32, 32, 1, 1, split_tokens=4096)
 TILES = {"small": SMALL, "transposed": TURNED, "whole": WHOLE}
 
-#: Chosen so that each pair of dimensions of the grid meets at least once.
+#: Each two choices of a call meet at least once.
 CASES = [
     *HOSTILE,
+    *PAIRS,
     Case(latent=512, rope=64, heads=12, lens=(64, 70), q_len=3),
     Case(latent=96, rope=16, heads=6, q_len=3),
     Case(sinks=True, q_len=2, lens=(12, 70)),
@@ -47,6 +49,12 @@ CASES = [
 
 def launched(args: DecodeArguments, tile: Tile = SMALL) -> tuple[torch.Tensor, torch.Tensor]:
     return triton_decode.launch(check(args), tile)
+
+
+def test_the_cases_bring_every_two_choices_together() -> None:
+    """Whole grids of head counts, widths and pages are the slow tests'."""
+    assert not list(unmet(CASES))
+    assert all(list(unmet(case for case in CASES if case is not pair)) for pair in PAIRS)
 
 
 @pytest.mark.parametrize("tile", TILES.values(), ids=TILES)
