@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import pathlib
 import types
 from typing import Any
 
@@ -19,6 +20,8 @@ from mla_convert.errors import UsageError
 from mla_convert.kernels import announcing, device, dispatch, projection, triton_decode
 from mla_convert.patches.cache_formats import parse_cache
 from mla_convert.patches.cache_rows import code_dtype
+
+README = pathlib.Path(__file__).resolve().parent.parent / "README.md"
 
 
 def test_int4_is_left_to_pytorch() -> None:
@@ -112,6 +115,23 @@ def test_what_runs_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
         "absorbed decode on cpu: the torch backend",
         "per-head products on cpu: the torch backend",
     ]
+
+
+def test_compiling_at_the_first_call_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    """On GPUs, to whoever listens as the README says; elsewhere nothing is compiled."""
+    announcing.announce.cache_clear()
+    caplog.set_level("INFO", logger="mla_convert")
+    for device, backend in (("cpu", "triton"), ("cuda", "torch"), ("cuda", "triton"), ("cuda", "triton")):
+        announcing.announce("absorbed decode", backend, torch.device(device))
+    announced = "absorbed decode: Triton compiles its kernel at the first call of each kind, which takes seconds"
+    assert caplog.messages == [
+        "absorbed decode on cpu: the triton backend",
+        "absorbed decode on cuda: the torch backend",
+        "absorbed decode on cuda: the triton backend",
+        f"{announced}; handle.warmup() does it ahead",
+    ]
+    assert 'logging.getLogger("mla_convert").setLevel("INFO")' in README.read_text("utf-8")
+    announcing.announce.cache_clear()
 
 
 def test_a_patched_model_says_and_refuses_by_its_cache() -> None:
