@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import json
+import re
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -95,11 +98,85 @@ def test_a_wrong_result_is_judged_wrong(results: ModuleType, paged: bool) -> Non
             judged("wrong", args, *wrong)
 
 
+def lose(number: int) -> dict[str, int]:
+    """Stands for a kernel that reads outside its memory, at the third job."""
+    if number == 2:
+        raise getattr(torch, "AcceleratorError", RuntimeError)("CUDA error: an illegal memory access was encountered")
+    return square(number)
+
+
+def test_a_lost_context_ends_the_cases(results: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The case that lost it is named; those that waited are left out, not failed."""
+    monkeypatch.setattr(results, "_LOST", [])
+    monkeypatch.setattr(results, "_ACCELERATOR_ERROR", getattr(torch, "AcceleratorError", RuntimeError))
+    futures: dict[Any, str] = {}
+    for number in (0, 1, 2, 3, 4):
+        future: Any = concurrent.futures.Future()
+        futures[future] = f"case {number}"
+        try:
+            future.set_result(results.carefully(lose, number))
+        except Exception as error:
+            future.set_exception(error)
+    names = [type(future.exception()).__name__ for future in futures]
+    assert names == ["NoneType", "NoneType", "DeviceLost", "Skipped", "Skipped"]
+    found = results.Results(tmp_path / "out.json", time.monotonic() + 60)
+    found._collect(dict(list(futures.items())[2:]))
+    assert "illegal memory access" in found.lost
+    assert [name for name, entry in found.entries.items() if results.failed(entry)] in ([], ["case 2"])
+    found.measure("next", lambda: square(1))
+    assert found.left_out == ["next"]
+
+
+def test_a_process_that_ends_is_no_failure_of_what_waited(results: ModuleType, tmp_path: Path) -> None:
+    future: Any = concurrent.futures.Future()
+    future.set_exception(concurrent.futures.process.BrokenProcessPool("ended abruptly"))
+    found = results.Results(tmp_path / "out.json", time.monotonic() + 60)
+    found._collect({future: "case 1"})
+    assert not found.entries and "ended abruptly" in found.lost
+
+
+def test_tiles_are_timed_by_replay(results: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    from gpu import timing, variants
+
+    asked: list[bool] = []
+    monkeypatch.setattr(timing, "seconds", lambda work, *, graph=False: asked.append(graph) or 1.0)
+    shape = variants.Shape(3, 2, 70)
+    found = variants.measure(shape, variants.chosen_for(shape), {})
+    assert asked == [True] and found["seconds"] == 1.0
+
+
+def test_a_run_goes_on_where_less_memory_is_reported(results: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same GPU under another driver: nothing that is measured depends on it."""
+    from gpu import setting
+
+    described = []
+    for memory in (1, 2):
+        properties = types.SimpleNamespace(name="one", multi_processor_count=132, total_memory=memory, L2_cache_size=3)
+        monkeypatch.setattr(setting, "CPU", False)
+        monkeypatch.setattr(setting, "arch", lambda: "sm_90")
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, found=properties: found)
+        described.append(setting.machine())
+    assert described[0] == described[1] and described[0]["device"] == "one"
+
+
 def dry_run(out: Path, *options: str) -> str:
     command = [sys.executable, str(TOOLS / "gpu_check.py"), "--cpu", "--cases", "3", "--out", str(out), *options]
     run = subprocess.run(command, capture_output=True, text=True, cwd=out.parent)
     assert run.returncode == 0, run.stdout + run.stderr
     return run.stdout
+
+
+@pytest.mark.slow
+def test_the_whole_dry_run(tmp_path: Path) -> None:
+    """Every entry there is, measured and none planted."""
+    out = tmp_path / "out.json"
+    dry_run(out, "--cases", "1")
+    written = json.loads(out.read_text())
+    assert written["summary"]["failed"] == written["summary"]["tiles_that_do_not_run"] == []
+    assert written["summary"]["left_out"] == [] and written["summary"]["device_lost"] is None
+    kinds = {re.split(r"[ :=]", name)[0] for name in written["entries"]}
+    assert {"case", "bit", "FlashMLA", "merged", "decode", "transformers", "tile", "projections", "ceilings"} <= kinds
+    assert len(written["entries"]) > 20
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import multiprocessing
 import pathlib
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
 import torch
@@ -18,6 +19,14 @@ MACHINE = "machine"
 
 class OutOfStep(Exception):
     """The file that is there cannot be gone on with."""
+
+
+class DeviceLost(Exception):
+    """The GPU's context of a process is lost; nothing more can run there."""
+
+
+class Skipped(Exception):
+    """Not tried, by a process whose GPU context was lost before."""
 
 
 class Results:
@@ -60,7 +69,7 @@ class Results:
             found = {"left_out": str(error)}
         except Exception as error:  # whatever it is, the next entry may be fine
             found = failure(error)
-            self._look_after_device()
+            self.lost = lost_device()
         self.keep(name, found | {"took_seconds": round(time.monotonic() - started, 3)})
 
     def measure_apart(self, work: Callable[[Any], Any], jobs: Iterable[tuple[str, Any]], workers: int) -> None:
@@ -77,30 +86,30 @@ class Results:
             self.left_out += [name for name, _ in waiting]
             return
         context = multiprocessing.get_context("spawn")
-        with concurrent.futures.ProcessPoolExecutor(workers, mp_context=context) as pool:
-            futures = {pool.submit(work, argument): name for name, argument in waiting}
+        # One thread each: what is expected is computed on the CPU, and every process would take all cores.
+        threads: dict[str, Any] = {"initializer": torch.set_num_threads, "initargs": (1,)}
+        with concurrent.futures.ProcessPoolExecutor(workers, mp_context=context, **threads) as pool:
+            futures = {pool.submit(carefully, work, argument): name for name, argument in waiting}
             self._collect(futures)
             for future in futures:
                 future.cancel()
         self.left_out += [name for name, _ in waiting if name not in self.entries]
 
     def _collect(self, futures: dict[concurrent.futures.Future[Any], str]) -> None:
-        """Keep what is ready until the deadline."""
+        """Keep what is ready until the deadline, or until a process is lost: what the others say is then in doubt."""
         try:
             for future in concurrent.futures.as_completed(futures, max(0.0, self.deadline - time.monotonic())):
                 error = future.exception()
-                self.keep(futures[future], future.result() if error is None else failure(error))
+                if isinstance(error, BrokenProcessPool):
+                    self.lost = f"a process that checked cases ended: {error}"
+                elif not isinstance(error, Skipped):
+                    self.keep(futures[future], future.result() if error is None else failure(error))
+                if isinstance(error, DeviceLost):
+                    self.lost = str(error)
+                if self.lost:
+                    return
         except TimeoutError:
             pass
-
-    def _look_after_device(self) -> None:
-        """After an error: a GPU whose context is lost can measure nothing more in this process."""
-        if torch.cuda.is_available():
-            try:
-                torch.cuda.synchronize()
-                torch.cuda.empty_cache()
-            except RuntimeError as error:
-                self.lost = str(error).splitlines()[0]
 
     def keep(self, name: str, found: Any) -> None:
         """Add an entry, print it, and write the file."""
@@ -113,6 +122,42 @@ class Results:
         temporary = self.path.with_suffix(".tmp")
         temporary.write_text(json.dumps({"summary": summary or {}, "entries": self.entries}, indent=1) + "\n")
         temporary.replace(self.path)
+
+
+_LOST: list[str] = []
+#: What PyTorch raises when a GPU reports an error; not there before 2.9.
+_ACCELERATOR_ERROR: Any = getattr(torch, "AcceleratorError", ())
+
+
+def carefully(work: Callable[[Any], Any], argument: Any) -> Any:
+    """``work(argument)``, in one of several processes; after an error of the GPU the process tries nothing more.
+
+    Its context is lost, and each of the jobs that wait would fail for no reason of its own.
+
+    Raises:
+        DeviceLost: by the job that lost the context.
+        Skipped: by every later one.
+    """
+    if _LOST:
+        raise Skipped(_LOST[0])
+    try:
+        return work(argument)
+    except Exception as error:
+        if not isinstance(error, _ACCELERATOR_ERROR) and lost_device() is None:
+            raise
+        _LOST.append(f"{type(error).__name__}: {str(error).splitlines()[0]}")
+        raise DeviceLost(_LOST[0]) from None
+
+
+def lost_device() -> str | None:
+    """After an error: why the GPU's context of this process can do nothing more; None where it can."""
+    if torch.cuda.is_available():
+        try:
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+        except RuntimeError as error:
+            return str(error).splitlines()[0]
+    return None
 
 
 def failure(error: BaseException) -> dict[str, str]:

@@ -77,7 +77,6 @@ def machine() -> dict[str, Any]:
             "arch": arch(),
             "shared_limit_bytes": SHARED_LIMIT[arch()],
             "multiprocessors": properties.multi_processor_count,
-            "memory_bytes": properties.total_memory,
             "l2_bytes": properties.L2_cache_size,
             "cuda": torch.version.cuda,
             "hip": torch.version.hip,
