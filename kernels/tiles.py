@@ -66,6 +66,7 @@ _TABLE: dict[str, dict[str, tuple[tuple[int, Tile], ...]]] = {
         "coded": ((16, Tile(16, 32, 8, 2, split_tokens=512, piece=128)), (_ANY, Tile(32, 32, 8, 2, piece=128))),
         "wide": ((_ANY, Tile(16, 32, 8, 2)),),
         "wide coded": ((_ANY, Tile(16, 16, 8, 2, piece=256)),),
+        "float32 wide coded": ((_ANY, Tile(8, 16, 8, 2, piece=64)),),
     },
     "sm_86": {
         **_FLOAT32,

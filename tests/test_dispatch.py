@@ -121,8 +121,8 @@ def test_compiling_at_the_first_call_is_said_once(caplog: pytest.LogCaptureFixtu
     """On GPUs, to whoever listens as the README says; elsewhere nothing is compiled."""
     announcing.announce.cache_clear()
     caplog.set_level("INFO", logger="mla_convert")
-    for device, backend in (("cpu", "triton"), ("cuda", "torch"), ("cuda", "triton"), ("cuda", "triton")):
-        announcing.announce("absorbed decode", backend, torch.device(device))
+    for where, backend in (("cpu", "triton"), ("cuda", "torch"), ("cuda", "triton"), ("cuda", "triton")):
+        announcing.announce("absorbed decode", backend, torch.device(where))
     announced = "absorbed decode: Triton compiles its kernel at the first call of each kind, which takes seconds"
     assert caplog.messages == [
         "absorbed decode on cpu: the triton backend",
