@@ -131,7 +131,8 @@ def absorbed_decode(
         scale: multiplies the logits, (N + R) ** -0.5 · mscale²: the width before absorption.
         kv_lens: int [B], tokens stored per sequence, the new ones included; None is T for all.
             What lies past them is never read.
-        mask: bool [B,S,T], True attends.
+        mask: bool [B,S,T], True attends. Tokens inside ``kv_lens`` are read, masked or not, and must be finite:
+            a masked one has weight 0, and 0 · NaN is NaN. Only past the end may lie anything.
         block_table: int [B, pages per sequence], page numbers in order; entries past the end are never used.
             Those that are used must be pages of the cache: on a CPU others are refused; on an accelerator they
             are not looked at (that would wait for the device), and memory outside the cache is read.

@@ -322,6 +322,22 @@ def test_nan_comes_out_as_nan(backend: str) -> None:
         assert bool(out[0].isnan().all()) and bool(lse[0].isnan().all()) and torch.equal(out[1], usual[0][1])
 
 
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+def test_what_is_masked_must_be_finite(backend: str) -> None:
+    """Whatever finite numbers a masked token holds, the result is the same to the bit; a NaN comes out, as is said."""
+    args = build(Case(masked=True, q_len=2, lens=(70, 40)))
+    assert args.mask is not None
+    mask = args.mask.clone()
+    mask[:, :, (3, 33)] = False
+    found = []
+    for value in (0.0, 1e4, torch.nan):
+        latent, k_rope = args.latent.clone(), args.k_rope.clone()
+        latent[:, (3, 33)], k_rope[:, (3, 33)] = value, -value
+        found.append(run(args, latent=latent, k_rope=k_rope, mask=mask, backend=backend))
+    assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
+    assert not bool(found[0][0].isnan().any()) and bool(found[2][0].isnan().any())
+
+
 @pytest.mark.filterwarnings("ignore:All-NaN slice")
 @pytest.mark.parametrize("tile", TILES.values(), ids=TILES)
 def test_nan_in_one_part_of_the_history(tile: Tile) -> None:
