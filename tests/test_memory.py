@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import pathlib
 import random
 import weakref
@@ -17,7 +16,6 @@ from mla_convert.memory import Buffers, Scratch
 
 
 def alive(seen: list[weakref.ref[Tensor]]) -> int:
-    gc.collect()
     return sum(len(tensor) for ref in seen if (tensor := ref()) is not None)
 
 
