@@ -6,14 +6,12 @@ import pathlib
 from typing import Any
 
 import models
-import older
 import pytest
 import torch
 from generation import check_patched, check_same, generated
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-pytestmark = older.lacks("layers that draft for their own model")
 IDS = models.tokens(1, 12)
 #: Layers that draft, behind the two of the model.
 DRAFTING = 2

@@ -9,6 +9,7 @@ from typing import Any
 
 import family_models
 import models
+import older
 import parallel_worker as worker
 import pytest
 import torch
@@ -70,8 +71,14 @@ def test_logits_are_those_of_one_process(outputs: dict[str, list[dict[str, Any]]
         assert models.relative(process["edited"]["logits"], process["patched"]["logits"]) > 1e-3
 
 
+#: transformers 5.16 reads a plan in ``DistributedConfig``, and shards by the model's own nevertheless.
+ANY_PLAN = older.lacks("plans that are not the model's own")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("case", worker.CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=ANY_PLAN) if case == "v3-our-plan" else case for case in worker.CASES]
+)
 def test_each_process_absorbs_its_own_part(outputs: dict[str, list[dict[str, Any]]], case: str) -> None:
     first, second = outputs[case]
     both = {f"model.layers.{i}.self_attn" for i in range(2)}
@@ -87,6 +94,7 @@ def test_each_process_absorbs_its_own_part(outputs: dict[str, list[dict[str, Any
 
 
 @pytest.mark.slow
+@ANY_PLAN
 def test_weights_of_a_folder_are_for_whole_models(outputs: dict[str, list[dict[str, Any]]]) -> None:
     assert "kv_b_proj is sharded over processes" in outputs["v3-our-plan"][0]["folder"]
     assert "leave the folder out" in outputs["v3-our-plan"][0]["folder"]
