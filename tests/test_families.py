@@ -36,8 +36,9 @@ def model_of(model_type: str) -> PreTrainedModel:
 
 @functools.cache
 def expected(model_type: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of a model of its own with the same weights: the other may be patched when this is first asked for."""
     with torch.inference_mode():
-        return both(model_of(model_type))
+        return both(family_models.make(model_type))
 
 
 def largest(found: tuple[torch.Tensor, ...], model_type: str) -> float:
@@ -101,6 +102,7 @@ def test_logits_and_tokens_are_the_same(model_type: str) -> None:
     before = state_of(model)
     with mla_convert.patched(model) as handle:
         assert handle.describe().family == model_type
+        assert handle.describe().layers == tuple(name for name, _ in attention_modules(model))
         with counted_calls(model) as calls:
             assert largest(both(model), model_type) <= BOUND
         # In each of the two runs the single tokens ran absorbed, and the prefill expanded.
