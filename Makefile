@@ -5,6 +5,8 @@
 #   make test-all   every test; records the result in benchmarks/results/test_all.md when all is green
 #   make test-oldest  the tests of patching under the oldest supported transformers, in an environment of their own;
 #                   records the result in benchmarks/results/test_oldest.md when all are green
+#   make broken     breaks each feature of patched models on purpose, and records which tests noticed in
+#                   benchmarks/results/broken.md
 #   make lint       ruff, and notebooks without output
 #   make typecheck  mypy --strict
 #   make typed      the tree of links through which type checkers and editors see the package
@@ -26,10 +28,10 @@ TESTS := tests $(addprefix --nbmake ,$(wildcard notebooks/*.ipynb))
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input -c constraints.txt
 
 # Tests share the cores by processes of one thread each: barriers between threads would cost more than they give.
-test test-all test-oldest: export OMP_NUM_THREADS = 1
+test test-all test-oldest broken: export OMP_NUM_THREADS = 1
 test test-all test-oldest: export PYTEST_ADDOPTS += --numprocesses=$(JOBS) --maxprocesses=4 --dist=worksteal
 
-.PHONY: demo test test-all test-oldest lint typecheck typed bench bench-convert kernel-report
+.PHONY: demo test test-all test-oldest broken lint typecheck typed bench bench-convert kernel-report
 
 demo: $(VENV)/.runtime
 	$(BIN)/mla-convert demo
@@ -42,6 +44,9 @@ test-all: $(VENV)/.dev
 
 test-oldest: $(OLDEST)/.oldest
 	$(OLDEST)/bin/python tools/test_oldest.py $(ARGS)
+
+broken: $(VENV)/.dev
+	$(BIN)/python tools/broken.py $(ARGS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

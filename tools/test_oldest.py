@@ -14,8 +14,8 @@ import test_all
 
 ROOT = test_all.ROOT
 RECORD = ROOT / "benchmarks" / "results" / "test_oldest.md"
-#: Tests that run patched models, of the families that the release has. Those of ``LatentCache`` alone are left out: they
-#: compare it with the installed release's caches, whose ``reset`` was another in the oldest.
+#: Tests that run patched models, of the families that the release has. Those of ``LatentCache`` alone are left out:
+#: they compare it with the installed release's caches, whose ``reset`` was another in the oldest.
 SUBJECTS = (
     "patch* keywords freshness generate generate_* masks adapters offload quantized_projections versions families* "
     "sidecar storage coded_sidecar cache_models parallel"
