@@ -156,7 +156,7 @@ FAMILY_ROWS = (
     Row(
         "an argument that nobody knows is an error",
         "it is ignored",
-        (("mla_convert.patches.attention:_check_known", does(None)),),
+        (("mla_convert.patches.attention:check_known", does(None)),),
         (
             f"{SELECTION}::test_an_argument_that_nobody_knows_is_refused",
             "tests/test_patch_expanded.py::test_an_argument_that_changes_attention_is_never_ignored",
