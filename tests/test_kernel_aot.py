@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import aot
 import decode_aot
 import machine_code
@@ -9,6 +11,8 @@ import pytest
 from decode_aot import Problem
 
 from mla_convert.kernels.tiles import MMA_SYNC, choose_tile, tiles_of
+from mla_convert.patches.cache_formats import parse_cache
+from mla_convert.patches.cache_rows import code_dtype
 
 #: One problem per target for the quick tests, taking turns through formats, variants and row counts.
 QUICK = {
@@ -25,6 +29,19 @@ QUICK = {
 
 def test_quick_problems_cover_the_targets() -> None:
     assert tuple(QUICK) == aot.TARGETS
+
+
+@pytest.mark.parametrize("target", aot.TARGETS)
+def test_the_report_covers_what_the_product_stores(target: str) -> None:
+    """Every format for every dtype of queries, FP8 of the kind that the product stores, the same on every device."""
+    covered = set(decode_aot.problems(target))
+    for dtype, wide, codes in itertools.product(decode_aot.DTYPES, (512, 1024), ("plain", *decode_aot.FORMATS)):
+        assert Problem(dtype, wide, codes=codes) in covered
+    assert Problem(codes="fp8/group", variant="flashmla") in covered
+    for name in ("fp8", "int8"):
+        stored = decode_aot.arguments(Problem(codes=f"{name}/token")).latent.dtype
+        assert stored == code_dtype(parse_cache(f"latent:{name}"))
+    assert any(problem.codes.startswith("fp8fnuz") for problem in covered) == (target == "gfx942")
 
 
 def test_one_tile_for_each_target() -> None:

@@ -33,8 +33,8 @@ of the latent in one piece; T: transposed, r: queries loaded anew in the loop. R
 bytes of stack on NVIDIA and registers on AMD, "in" instructions of the loop over the history that move them. Shared
 memory is in bytes per program, beside the table's own upper bound and as a share of the limit. "16 B" counts the loop's
 global loads of 16 bytes a thread, beside those that the latent alone needs. Programs is how many fit a multiprocessor
-at once; FLOP/B operations per byte of history. A problem is query dtype, C/R, format of the latent, variant of the
-launch.
+at once; FLOP/B operations per byte of history. A problem is query dtype, C/R, format of the latent (fp8: e4m3fn, which
+`LatentCache` stores on every device; fp8fnuz: e4m3 as gfx942 computes with it), variant of the launch.
 
 Bars, held by the tests: shared and tensor memory within limits, no spill in the loop and at most 16 bytes outside it,
 WGMMA (HGMMA) on sm_90, tcgen05 (UTC…MMA) on sm_100 from 64 rows, 16-byte loads of the latent. With float32 queries,
