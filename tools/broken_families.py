@@ -159,8 +159,20 @@ FAMILY_ROWS = (
         (("mla_convert.patches.attention:check_known", does(None)),),
         (
             f"{SELECTION}::test_an_argument_that_nobody_knows_is_refused",
-            "tests/test_patch_expanded.py::test_an_argument_that_changes_attention_is_never_ignored",
+            "tests/test_keywords.py::test_an_argument_that_changes_attention_is_never_ignored",
         ),
+    ),
+    Row(
+        "attention in both directions",
+        "it looks back alone",
+        (("mla_convert.patches.originals:looks_ahead", does(False)),),
+        ("tests/test_keywords.py::test_attention_in_both_directions",),
+    ),
+    Row(
+        "sparse attention over a StaticCache",
+        "what was chosen and is not seen is gathered, too",
+        (("mla_convert.kernels.torch_decode:_without_unseen", lambda original: lambda at, valid: (at, valid)),),
+        ("tests/test_generate_static.py::test_every_family_s_work_follows_the_tokens_used[deepseek_v32]",),
     ),
     Row(
         "absorbed weights of offloaded modules go with them",
