@@ -271,7 +271,7 @@ def spread(target: str) -> list[tuple[Problem, Tile]]:
     for problem, tile in grid(target):
         # One scale for all is compiled as one for each token is: only the numbers of strides differ.
         codes = problem.codes.replace("tensor", "token")
-        new = {(tile, problem.dtype), (tile, codes), problem.latent, ("R", problem.rope), problem.variant}
+        new = {(problem.kind, tile, problem.dtype), (tile, codes), problem.latent, ("R", problem.rope), problem.variant}
         new.add((problem.latent, problem.dtype))
         if not new <= seen:
             chosen.append((problem, tile))
