@@ -38,12 +38,7 @@ _WORDS = {
 #: dimensions, at each in the median over thread counts. Smaller matrices are measured beside them and do not decide.
 #: ``benchmarks/coded_products.py`` measures, and says what has to stand here; figures are in ``benchmarks/NOTES.md``.
 #: What is not named is dequantized once.
-CPU_PRODUCTS: dict[tuple[str, str], str] = {
-    ("int8", "key"): INT8,
-    ("int8", "value"): INT8,
-    ("int8", "fused"): INT8,
-    ("int4", "value"): INT4,
-}
+CPU_PRODUCTS: dict[tuple[str, str], str] = {("int8", "fused"): INT8}
 #: What PyTorch's packed int4 product asks of the rows of a weight, and what the int8 one silently needs of the numbers
 #: that are summed: with 12, 20, 40 or 100 of them, torch 2.13 returns wrong numbers in bfloat16, or crashes.
 _MULTIPLE = 16
