@@ -69,11 +69,12 @@ def history(model: Any, tokens: int) -> Any:
 
 def stepping(model: Any, cache: Any) -> Callable[[], Any]:
     """One new token over ``cache``, taken back afterwards."""
-    token, given, tokens = torch.zeros(1, 1, dtype=torch.long), with_cache(model, cache), cache.get_seq_length()
+    token, given = torch.zeros(1, 1, dtype=torch.long), with_cache(model, cache)
+    tokens = int(cache.get_seq_length())  # a StaticCache gives the tensor that it counts in
 
     def step() -> None:
         model(token, **given)
-        assert cache.get_seq_length() == tokens + 1
+        assert int(cache.get_seq_length()) == tokens + 1
         for layer in cache.layers:
             layer.crop(-1)
 
