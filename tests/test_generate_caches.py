@@ -116,6 +116,8 @@ def test_caches_that_generate_makes(options: dict[str, Any]) -> None:
 )
 def test_quantized_caches_of_other_packages(backend: str, package: str, config: dict[str, Any]) -> None:
     """The real ones, where their packages are there; everywhere else ``GroupedLayer`` stands for what they compute."""
+    # Neither is among the packages of the tests: quanto compiles C++ when it is first used, which needs a compiler, and
+    # importing hqq raises a deprecation warning of PyTorch's, which is an error here. Where they are, these tests run.
     pytest.importorskip(package, reason=f"transformers' {backend} cache is by {package}, which is not installed")
     subject = small()
     options = {"cache_implementation": "quantized", "cache_config": {"backend": backend} | config}
