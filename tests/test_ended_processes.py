@@ -48,15 +48,18 @@ def test_kill_9_between_two_renames(example_path: pathlib.Path, tmp_path: pathli
 
 SLOW = """
 import sys, threading
-from mla_convert import sidecar
+from mla_convert import sidecar, work
 from mla_convert.cli import app
-read, stop = sidecar.read_operands, threading.Event()
+read, end, ending = sidecar.read_operands, work._Pool.stop, threading.Event()
 def reading(checkpoint, layer, *rest):
     if layer.spec.index == 2:
         print("here", flush=True)
-        stop.wait(1)
+        ending.wait(60)  # until the signal has come, however long that takes on a busy machine
     return read(checkpoint, layer, *rest)
-sidecar.read_operands = reading
+def stop(pool):
+    ending.set()
+    end(pool)
+sidecar.read_operands, work._Pool.stop = reading, stop
 sys.argv[0] = "mla-convert"
 app()
 """
