@@ -5,8 +5,9 @@
 A checkpoint with V3's attention dimensions is made in a temporary folder: `kv_b_proj` of every layer is real, all
 other tensors are holes in sparse files, 12 GB in all that take 1.1 GB of the disk. Factored conversion is timed in
 turns with a plain copy of the same bytes, flushed to the disk like them; fused conversion, of a checkpoint whose
-projections are all real, in turns with large float32 matrix products. Each conversion is a process of its own, whose
-largest resident memory is compared with that of a process which only imports the package.
+projections are all real, in turns with large float32 matrix products and with a copy of the bytes that it writes. Each
+conversion is a process of its own, whose largest resident memory is compared with that of a process which only imports
+the package.
 """
 
 from __future__ import annotations
@@ -42,8 +43,10 @@ SHAPES = {
     "o_proj": (D, H * V),
 }
 FUSED = ("q_b_proj", "kv_b_proj", "o_proj")
-#: Multiplications and additions of both fused products of one layer.
+#: Multiplications and additions of both fused products of one layer, and the bytes that are written of it.
 FLOPS = 2 * (H * C * N * Q + D * H * V * C)
+FUSED_BYTES = 2 * (H * (C + R) * Q + D * H * C)
+RATES = (("matmul", "float32 matrix products' rate"), ("copy", "rate of a copy of what it writes"))
 
 CONVERT = """
 import json, resource, sys
@@ -138,6 +141,13 @@ def copy(source: pathlib.Path, target: pathlib.Path) -> float:
     return seconds
 
 
+def make_plain(file: pathlib.Path, nbytes: int) -> pathlib.Path:
+    """A file of so many random bytes."""
+    file.write_bytes(os.urandom(1 << 20) * -(-nbytes // (1 << 20)))
+    os.truncate(file, nbytes)
+    return file
+
+
 def matmul_rate(size: int = 4096) -> float:
     """Multiplications and additions a second of a large float32 product on all cores."""
     left, right = torch.randn(size, size), torch.randn(size, size)
@@ -150,9 +160,7 @@ def measure_factored(folder: pathlib.Path, layers: int, rounds: int) -> dict[str
     """Memory of factored conversion of the large checkpoint, and its time beside a copy of the same bytes."""
     sizes = make_checkpoint(folder / "large", layers, ("kv_b_proj",), 12_000_000_000)
     nbytes = layers * 2 * H * (N + V) * C
-    plain = folder / "plain"
-    plain.write_bytes(os.urandom(1 << 20) * -(-nbytes // (1 << 20)))
-    os.truncate(plain, nbytes)
+    plain = make_plain(folder / "plain", nbytes)
     copies, runs = [], []
     for _ in range(rounds):
         copies.append(copy(plain, folder / "copied"))
@@ -171,20 +179,27 @@ def measure_factored(folder: pathlib.Path, layers: int, rounds: int) -> dict[str
 
 
 def measure_fused(folder: pathlib.Path, layers: int, rounds: int) -> dict[str, Any]:
-    """Memory of fused conversion, and its multiplications a second beside those of large products."""
+    """Memory of fused conversion, and its time beside that of large products, and of a copy of what it writes."""
     sizes = make_checkpoint(folder / "small", layers, FUSED, 0)
+    plain = make_plain(folder / "plain", layers * FUSED_BYTES)
     matmul_rate()
-    rates, runs = [], []
+    rates, copies, runs = [], [], []
     for _ in range(rounds):
         rates.append(statistics.median(matmul_rate() for _ in range(3)))
+        copies.append(copy(plain, folder / "copied"))
         runs.append(convert(folder / "small", folder / "out", form="fused"))
+    plain.unlink()
     shutil.rmtree(folder / "small")
-    own, reached = statistics.median(rates), statistics.median(layers * FLOPS / run["seconds"] for run in runs)
+    products, copied = layers * FLOPS / statistics.median(rates), statistics.median(copies)
+    taken = statistics.median(run["seconds"] for run in runs)
     return {
         "checkpoint": sizes,
+        "bytes": layers * FUSED_BYTES,
         "matmul_rates": rates,
+        "copy_seconds": copies,
         "runs": runs,
-        "of_matmul_rate": reached / own,
+        "of_matmul_rate": products / taken,
+        "of_copy_rate": copied / taken,
         "largest_tensor": 2 * D * H * C,
     }
 
@@ -196,10 +211,15 @@ def check_memory(result: dict[str, Any], bare: float) -> None:
     result["within"] = result["peak_above_import"] <= result["allowed"]
 
 
-def show(name: str, result: dict[str, Any], rate: str) -> None:
+def show(name: str, result: dict[str, Any]) -> None:
     """One line for a person."""
     peak, allowed = result["peak_above_import"] / 1e6, result["allowed"] / 1e6
-    print(f"{name}: {100 * result[rate]:.0f} % ({rate.replace('_', ' ')}), {peak:.0f} MB above import of {allowed:.0f}")
+    rates = [
+        f"{100 * result[f'of_{rate}_rate']:.0f} % of the {words}"
+        for rate, words in RATES
+        if f"of_{rate}_rate" in result
+    ]
+    print(f"{name}: {' and '.join(rates)}, {peak:.0f} MB above import of {allowed:.0f}")
 
 
 def main() -> None:
@@ -210,7 +230,7 @@ def main() -> None:
     parser.add_argument("--folder", type=pathlib.Path, help="where to work; by default the system's temporary folder")
     recording.add_json(parser)
     given = parser.parse_args()
-    needed = 3 * given.layers * 2 * H * (N + V) * C + given.fused_layers * 2_000_000_000
+    needed = 3 * given.layers * 2 * H * (N + V) * C + given.fused_layers * 4_000_000_000
     with tempfile.TemporaryDirectory(dir=given.folder, prefix="mla-convert-bench-") as name:
         folder = pathlib.Path(name)
         if shutil.disk_usage(folder).free < 1.2 * needed:
@@ -224,7 +244,7 @@ def main() -> None:
         for kind, measure in measures.items():
             results[kind] = measure()
             check_memory(results[kind], bare)
-            show(kind, results[kind], "of_copy_rate" if kind == "factored" else "of_matmul_rate")
+            show(kind, results[kind])
     machine = describe_machine(torch.device("cpu"))
     cores = len(os.sched_getaffinity(0))
     record = {"machine": vars(machine), "cores": cores, "bare_import": bare, **results}

@@ -55,7 +55,8 @@ class StoredTensor:
     """One stored weight, and what rounding it cost against its float32 (or wider) reference.
 
     ``largest_error`` is the largest difference over the largest magnitude, ``frobenius_error`` the norm of the
-    difference over the norm; both are 0 for exact slices. A coded weight has a ``scheme`` and says in ``rounding`` how
+    difference over the norm; both are 0 for exact slices, and of large products taken over a part of the rows
+    (:func:`mla_convert.rounding.rows_compared`). A coded weight has a ``scheme`` and says in ``rounding`` how
     its codes were chosen: "nearest", "sliced" (taken over from the source), or the name of a calibrated choice; its
     ``shape`` is the weight's, its ``dtype`` what it would be stored in if it were not coded.
     """

@@ -3,26 +3,39 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
 
 
-class Scratch(threading.local):
-    """Memory of each thread for the one block that it makes and writes at a time."""
+class Scratch:
+    """Memory for the blocks that are made and written; a few exist at a time, and each is used again."""
 
     def __init__(self) -> None:
-        self._bytes = torch.empty(0, dtype=torch.uint8)
+        self._free: list[Tensor] = []
+        self._lock = threading.Lock()
 
-    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Uninitialized memory on the host, which the thread's next call gives out again."""
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Callable[[], None]]:
+        """Uninitialized memory on the host, and the function that gives it back."""
         nbytes = math.prod(shape) * dtype.itemsize
-        if len(self._bytes) < nbytes:
-            self._bytes = torch.empty(nbytes, dtype=torch.uint8)
-        return self._bytes[:nbytes].view(dtype).view(shape)
+        with self._lock:
+            buffer = self._free.pop() if self._free else None
+        if buffer is None or len(buffer) < nbytes:
+            buffer = torch.empty(nbytes, dtype=torch.uint8)
+        return buffer[:nbytes].view(dtype).view(shape), functools.partial(self._give, buffer)
+
+    def _give(self, buffer: Tensor) -> None:
+        with self._lock:
+            self._free.append(buffer)
+
+    def release(self) -> None:
+        """Let go of what is free."""
+        with self._lock:
+            self._free.clear()
 
 
 class Buffers:
@@ -56,7 +69,7 @@ class Buffers:
                 self._free.setdefault(len(buffer), []).append(buffer)
 
     def release(self) -> None:
-        """Let go of what is free; for when the work has ended and the job that did it lives on."""
+        """Let go of what is free."""
         with self._lock:
             self._free.clear()
 
@@ -67,6 +80,11 @@ class Memory:
 
     buffers: Buffers = dataclasses.field(default_factory=Buffers)
     scratch: Scratch = dataclasses.field(default_factory=Scratch)
+
+    def release(self) -> None:
+        """Let go of what is free; for when the work has ended and the job that did it lives on."""
+        self.buffers.release()
+        self.scratch.release()
 
 
 class Lease:

@@ -99,7 +99,7 @@ reads, over all layers, in thousands of numbers.
 
 Factored: exact row slices of `kv_b_proj` (`k_b_proj`, `v_b_proj`), cast where another dtype was asked for. Fused:
 products of the two projections of a side (`qk_absorbed`, `ov_absorbed`), formed in float32 or wider and rounded once.
-Rounding errors are relative, the largest over all layers.
+Rounding errors are relative, the largest over all layers; of large fused weights, over a thirty-second of their rows.
 
 ## How they were made
 

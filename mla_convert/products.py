@@ -22,7 +22,7 @@ from mla_convert.rounding import Rounding
 from mla_convert.storage import describe_source
 
 #: Bytes of a stored tensor that are made at a time.
-BLOCK_BYTES = 1 << 26
+BLOCK_BYTES = 1 << 24
 
 
 @dataclasses.dataclass(frozen=True)

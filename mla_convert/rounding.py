@@ -14,6 +14,9 @@ from mla_convert.formats import plain
 # little beside what it does. Where it has several threads it would share such a piece among them, whose waiting
 # for each other costs more than the product itself: half as many are left to one.
 _PIECE = 1 << 18
+# Of large matrices every fourth row of every eighth is compared: what rounding to nearest costs hardly differs from row
+# to row, and comparing each would take as long as the product itself.
+_LARGE, _EVERY_MATRIX, _EVERY_ROW = 1 << 15, 8, 4
 
 
 class Rounding:
@@ -26,9 +29,9 @@ class Rounding:
         self.name = name
         self._largest_error = self._largest = 0.0
         self._squared_error = self._squared = 0.0
-        # One piece, rounded, and its differences: memory that is new each time, or that lies in rows far apart, as the
-        # columns of one head do, would cost more than all that is done in it.
-        self._piece: tuple[Tensor, Tensor] | None = None
+        # Memory for the differences of one piece: if it were new each time, that would cost more than all that is
+        # done in it.
+        self._memory: Tensor | None = None
 
     def round(self, reference: Tensor, dtype: torch.dtype) -> Tensor:
         """Return ``reference`` (any shape, a wide dtype) in ``dtype`` and take note of the difference.
@@ -38,48 +41,52 @@ class Rounding:
         """
         return self.round_into(torch.empty_like(reference, dtype=dtype), reference)
 
-    def round_into(self, stored: Tensor, reference: Tensor) -> Tensor:
-        """:meth:`round` into memory that is there, ``stored``, of the reference's shape and any strides; returns it."""
+    def round_into(self, stored: Tensor, reference: Tensor, *, every: int = 1) -> Tensor:
+        """:meth:`round` into memory that is there, ``stored``, of the reference's shape and any strides; returns it.
+
+        Only ``every`` so manieth row, none where that is 0, is compared with what is stored of it. That all values are
+        finite, and fit, is looked at in any case.
+        """
         piece = _PIECE if torch.get_num_threads() == 1 else _PIECE // 8
         rows = max(1, piece // max(1, reference[:1].numel()))
-        rounded, error = self._memory(reference[:rows], stored.dtype)
         for start in range(0, len(reference), rows):
-            exact = reference[start : start + rows]
-            count = len(exact)
-            values = exact if stored.dtype == exact.dtype else rounded[:count].copy_(exact)
-            self._note(exact, values, error[:count])
-            stored[start : start + rows] = values
+            exact, values = reference[start : start + rows], stored[start : start + rows]
+            values.copy_(exact)
+            self._check(exact, values)
+            if every and values.dtype != exact.dtype:
+                self._compare(exact[-start % every :: every], values[-start % every :: every])
         return stored
 
-    def _memory(self, piece: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Memory for ``piece`` in ``dtype``, and for its differences in its own dtype; a larger one's is used again."""
-        count, kinds = piece.numel(), (dtype, piece.dtype, piece.device)
-        found = self._piece
-        if found is None or (found[0].dtype, found[1].dtype, found[1].device) != kinds or len(found[1]) < count:
-            values, error = (torch.empty(count, dtype=kind, device=piece.device) for kind in (dtype, piece.dtype))
-            found = self._piece = values, error
-        return found[0][:count].view(piece.shape), found[1][:count].view(piece.shape)
-
-    def _note(self, exact: Tensor, rounded: Tensor, error: Tensor) -> None:
-        size = _norm(exact)
-        if not math.isfinite(size):
+    def _check(self, exact: Tensor, values: Tensor) -> None:
+        largest = _magnitude(exact)
+        if not math.isfinite(largest):
             raise FormatError(
                 f"{self.name}: the product of its source weights is not finite; check the source for damage"
             )
-        largest = _magnitude(exact)
-        self._largest = max(self._largest, largest)
-        self._squared += size * size
-        if rounded.dtype == exact.dtype:
-            return
-        error.copy_(rounded).sub_(exact)
-        size = _norm(error)
-        if not math.isfinite(size):
+        limit = torch.finfo(values.dtype).max
+        if largest > limit and not math.isfinite(_magnitude(values)):  # what is a little larger is rounded to the limit
             raise UsageError(
-                f"{self.name}: the largest magnitude is {largest:.4g}, and {plain(rounded.dtype)} ends at "
-                f"{torch.finfo(rounded.dtype).max:.4g}; store bfloat16 or float32 instead"
+                f"{self.name}: the largest magnitude is {largest:.4g}, and {plain(values.dtype)} ends at {limit:.4g}; "
+                "store bfloat16 or float32 instead"
             )
-        self._largest_error = max(self._largest_error, _magnitude(error))
-        self._squared_error += size * size
+        self._largest = max(self._largest, largest)
+
+    def _compare(self, exact: Tensor, values: Tensor) -> None:
+        if not len(exact):
+            return
+        found = self._room(exact)
+        self._squared += _norm(found.copy_(exact)) ** 2
+        found.copy_(values).sub_(exact)
+        self._largest_error = max(self._largest_error, _magnitude(found))
+        self._squared_error += _norm(found) ** 2
+
+    def _room(self, piece: Tensor) -> Tensor:
+        """Memory in the shape and dtype of ``piece``; a larger one's is used again."""
+        found = self._memory
+        kinds = (piece.dtype, piece.device)
+        if found is None or (found.dtype, found.device) != kinds or len(found) < piece.numel():
+            found = self._memory = torch.empty(piece.numel(), dtype=piece.dtype, device=piece.device)
+        return found[: piece.numel()].view(piece.shape)
 
     def add(self, other: Rounding) -> None:
         """Take what another one has seen of the same tensor into this one."""
@@ -90,7 +97,7 @@ class Rounding:
 
     @property
     def largest(self) -> float:
-        """Largest error over the largest magnitude, of all blocks seen so far; 0 when nothing was rounded."""
+        """Largest error over the largest magnitude, of all rows compared so far; 0 when nothing was rounded."""
         return self._largest_error / self._largest if self._largest_error else 0.0
 
     @property
@@ -115,3 +122,10 @@ def _norm(tensor: Tensor) -> float:
 def _magnitude(tensor: Tensor) -> float:
     # Two passes of the plain reductions are quicker than one of aminmax.
     return max(-float(tensor.amin()), float(tensor.amax()))
+
+
+def rows_compared(number: int, size: int) -> int:
+    """Which rows of the ``number``-th of many matrices of ``size`` numbers are compared: ``every`` of a Rounding."""
+    if size < _LARGE:
+        return 1
+    return 0 if number % _EVERY_MATRIX else _EVERY_ROW

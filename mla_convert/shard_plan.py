@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
+from mla_convert.gathering import PAGE
 from mla_convert.shards import DTYPES
 
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
@@ -87,7 +88,10 @@ def index_text(files: Sequence[PlannedFile]) -> str:
 
 
 def _header(tensors: Iterable[FileTensor]) -> bytes:
-    """The beginning of a safetensors file of these tensors: length, JSON, spaces up to a multiple of 8."""
+    """The beginning of a safetensors file of these tensors: length, JSON, and spaces up to the end of a page.
+
+    The format asks for a multiple of 8. Data that begin with a page are written, and mapped into memory, by pages.
+    """
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for tensor in tensors:
@@ -98,5 +102,5 @@ def _header(tensors: Iterable[FileTensor]) -> bytes:
             "data_offsets": [start, end],
         }
     text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-(8 + len(text)) % PAGE)
     return len(text).to_bytes(8, "little") + text

@@ -67,7 +67,7 @@ def sidecar_job(
     )
     read = max(checkpoint.stored_bytes(name) for layer in planned for name in layer.sources)
     written = max(tensor.nbytes for layer in planned for tensor in layer.tensors.values())
-    return Job(files, units, plan, largest=max(read, written), release=memory.buffers.release)
+    return Job(files, units, plan, largest=max(read, written), release=memory.release)
 
 
 def _file_tensors(layer: PlannedLayer) -> list[FileTensor]:
@@ -122,14 +122,16 @@ def _make(
 ) -> Made:
     tensor = layer.tensors[key]
     rounding, geometry = Rounding(tensor.name), layer.spec.geometry
+    file, start = place[0], place[1] + rows[0] * (tensor.nbytes // tensor.shape[0])
     if key in ("k_b", "v_b") and tensor.dtype == operands.kv_b.dtype:
-        block = heads_of(operands, geometry, key, rows)
-    else:
-        on_host = operands.kv_b.device.type == "cpu"
-        out = scratch.take((rows[1] - rows[0], *tensor.shape[1:]), tensor.dtype) if on_host else None
-        block = make_block(operands, geometry, key, rows, tensor.dtype, rounding, out)
-    file, start = place
-    return Made([Block(file, start + rows[0] * (tensor.nbytes // tensor.shape[0]), block)], (key, rounding))
+        return Made([Block(file, start, heads_of(operands, geometry, key, rows))], (key, rounding))
+    if operands.kv_b.device.type != "cpu":
+        return Made(
+            [Block(file, start, make_block(operands, geometry, key, rows, tensor.dtype, rounding))], (key, rounding)
+        )
+    out, release = scratch.take((rows[1] - rows[0], *tensor.shape[1:]), tensor.dtype)
+    block = make_block(operands, geometry, key, rows, tensor.dtype, rounding, out)
+    return Made([Block(file, start, block)], (key, rounding), release)
 
 
 def _code(

@@ -1,7 +1,8 @@
 """Run units of work on several threads at once, within a bound of memory.
 
 Reading, products, hashing and writing all leave Python's lock, so that threads overlap them. Each task computes on one
-thread: how many there are decides when a block is made, never what is in it.
+thread: how many there are decides when a block is made, never what is in it. What is made is written by threads that
+do nothing else, since they wait for the disk.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from mla_convert.journal import Record, WrittenBlock
 _MALLOC_TRIM = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
 #: More threads by default would hold more memory than the bound that the package promises.
 _MOST_WORKERS = 16
+#: Threads that write: the disk has the next block when it ends with one.
+_WRITERS = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,10 +42,14 @@ class Block:
 
 @dataclasses.dataclass(frozen=True)
 class Made:
-    """What a task has made: blocks to be written, and what is to be known of them."""
+    """What a task has made: blocks to be written, and what is to be known of them.
+
+    ``release`` is called when they have been written.
+    """
 
     blocks: Sequence[Block]
     known: Any = None
+    release: Callable[[], None] = lambda: None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,8 +104,11 @@ class _Flight:
         self._land_when_all_are_made(len(loaded.tasks))
 
     def _make(self, number: int, task: Callable[[], Made]) -> None:
-        made = task()
+        self._pool.write(self, self._keep, number, task())
+
+    def _keep(self, number: int, made: Made) -> None:
         self._made[number] = [self._write(block) for block in made.blocks], made.known
+        made.release()
         loaded = self._loaded
         if loaded is not None:
             self._land_when_all_are_made(len(loaded.tasks))
@@ -116,7 +126,11 @@ class _Flight:
 
 
 class _Pool:
-    """Threads that compute on one core each; an error of any task comes to ``landed`` with its flight."""
+    """Threads that compute on one core each, and threads that write what those have made.
+
+    An error of any task comes to ``landed`` with its flight. Each of the writing threads has one block at hand at most,
+    and one more may wait for them: then what computes waits, so that blocks do not fill the memory.
+    """
 
     def __init__(self, workers: int) -> None:
         self.lock = threading.Lock()
@@ -125,26 +139,40 @@ class _Pool:
         self._executor = concurrent.futures.ThreadPoolExecutor(
             workers, "mla-convert", initializer=torch.set_num_threads, initargs=(1,)
         )
+        self._writers = concurrent.futures.ThreadPoolExecutor(_WRITERS, "mla-convert-writing")
+        self._room = threading.Semaphore(_WRITERS + 1)
 
     def submit(self, flight: _Flight, task: Callable[..., None], *arguments: Any) -> None:
         """Have ``task`` done for ``flight``, unless an error has ended that or the whole run before."""
-
-        def guarded() -> None:
-            if self._stopped or flight.error is not None:
-                return
-            try:
-                task(*arguments)
-            except BaseException as error:
-                flight.error = error
-                self.landed.put(flight)
-
         with contextlib.suppress(RuntimeError):  # shut down in between: nobody waits for this task
-            self._executor.submit(guarded)
+            self._executor.submit(self._guarded, flight, task, *arguments)
+
+    def write(self, flight: _Flight, task: Callable[..., None], *arguments: Any) -> None:
+        """The same by a thread that writes; waits until there is room."""
+
+        def leaving_room() -> None:
+            try:
+                self._guarded(flight, task, *arguments)
+            finally:
+                self._room.release()
+
+        self._room.acquire()
+        self._writers.submit(leaving_room)
+
+    def _guarded(self, flight: _Flight, task: Callable[..., None], *arguments: Any) -> None:
+        if self._stopped or flight.error is not None:
+            return
+        try:
+            task(*arguments)
+        except BaseException as error:
+            flight.error = error
+            self.landed.put(flight)
 
     def stop(self) -> None:
-        """Begin nothing more, and wait for what has begun."""
+        """Begin nothing more, and wait for what has begun; what computes first, since it may wait for what writes."""
         self._stopped = True
         self._executor.shutdown(wait=True, cancel_futures=True)
+        self._writers.shutdown(wait=True)
 
 
 @contextlib.contextmanager

@@ -15,14 +15,12 @@ import torch
 
 from mla_convert import disk
 from mla_convert.destination import Goal, disk_errors
+from mla_convert.gathering import gathered
 from mla_convert.journal import WrittenBlock, checksum
 from mla_convert.remains import INCOMPLETE, JOURNAL, folders_of, list_renames, part, remove_temporary
 from mla_convert.shard_plan import PlannedFile
 from mla_convert.work import Block
 
-# Bytes written at a time. With more, Linux puts them into the largest pages it has, and a virtual machine may have to
-# ask its host for each of those: a seventh of the speed was measured.
-_PIECE = 1 << 20
 MAX_SHARD_BYTES = 250_000_000
 """Data of one file of absorbed weights: the least that one process takes, so not the largest that loaders like. Of
 DeepSeek-V3's factored weights, seven layers, so that nine processes have something to do."""
@@ -44,9 +42,9 @@ class Staging:
 
         def pieces() -> Iterator[memoryview]:
             nonlocal nbytes, found
-            for piece in _pieces(block.tensor.detach().cpu()):
-                yield piece  # while it is written it comes into the processor's cache, where the checksum finds it
-                found, nbytes = checksum(piece, found), nbytes + len(piece)
+            for piece in gathered(_rows(block.tensor.detach().cpu()), block.start):
+                found, nbytes = checksum(piece, block.start + nbytes, found), nbytes + len(piece)
+                yield piece
 
         with disk_errors(self.goal.folder):
             self._begin(block.file)
@@ -93,15 +91,14 @@ class Staging:
         disk.move(part(self.goal.folder, name), target)
 
 
-def _pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
+def _rows(tensor: torch.Tensor) -> Iterator[memoryview]:
     """The bytes of a tensor on the host in row-major order; of rows that lie apart, as heads do, without a copy."""
     if tensor.is_contiguous():
         rows: Sequence[torch.Tensor] = [tensor]
     else:
         rows = tensor.unbind(0) if tensor[0].is_contiguous() else [tensor.contiguous()]
     for row in rows:
-        data = row.reshape(-1).view(torch.uint8).numpy().data
-        yield from (data[start : start + _PIECE] for start in range(0, len(data), _PIECE))
+        yield row.reshape(-1).view(torch.uint8).numpy().data
 
 
 def make_folders(folder: pathlib.Path) -> list[pathlib.Path]:

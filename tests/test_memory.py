@@ -73,8 +73,11 @@ def test_nothing_is_held_when_the_units_have_ended(
     assert seen and left == [0]
 
 
-def test_scratch_is_one_block_of_a_thread() -> None:
+def test_scratch_is_used_again_when_it_is_given_back() -> None:
     scratch = Scratch()
-    first = scratch.take((4, 8), memory.torch.float32)
-    again = scratch.take((2, 8), memory.torch.bfloat16)
-    assert first.shape == (4, 8) and again.shape == (2, 8) and first.data_ptr() == again.data_ptr()
+    first, release = scratch.take((4, 8), memory.torch.float32)
+    beside, _ = scratch.take((4, 8), memory.torch.float32)
+    assert first.shape == (4, 8) and first.data_ptr() != beside.data_ptr()
+    release()
+    again, _ = scratch.take((2, 8), memory.torch.bfloat16)
+    assert again.shape == (2, 8) and again.data_ptr() == first.data_ptr()

@@ -97,6 +97,34 @@ def test_the_first_error_ends_everything(place: str, error: type[BaseException])
     assert begun.count("load") < 20 and threading.active_count() == threads
 
 
+@pytest.mark.parametrize("workers", [1, 3])
+def test_blocks_wait_for_the_disk_within_bounds(workers: int) -> None:
+    """A slow disk stops what computes before it has filled the memory; each block is let go when it is written."""
+    lock, held, peak = threading.Lock(), 0, 0
+    writing: set[str] = set()
+
+    def count(change: int) -> None:
+        nonlocal held, peak
+        with lock:
+            held += change
+            peak = max(peak, held)
+
+    def make() -> Made:
+        count(1)
+        return Made([Block(0, 0, torch.tensor([1]))], release=lambda: count(-1))
+
+    def slowly(block: Block) -> WrittenBlock:
+        writing.add(threading.current_thread().name)
+        assert held
+        time.sleep(0.002)
+        return write(block)
+
+    units = [Unit(str(n), (0,), 1, lambda: Loaded([make] * 20, lambda known: {})) for n in range(3)]
+    run_units(units, slowly, workers=workers, memory=9, done=lambda *_: None)
+    assert held == 0 and 3 <= peak <= workers + 3
+    assert len(writing) == 2 and all("writing" in name for name in writing)
+
+
 def test_default_workers() -> None:
     assert 1 <= default_workers() <= 16
     assert default_workers(10_000) == 1
