@@ -16,7 +16,7 @@ from mla_convert.formats import plain
 _PIECE = 1 << 18
 # Of large matrices every fourth row of every eighth is compared: what rounding to nearest costs hardly differs from row
 # to row, and comparing each would take as long as the product itself.
-_LARGE, _EVERY_MATRIX, _EVERY_ROW = 1 << 15, 8, 4
+_LARGE, _EVERY_MATRIX, _EVERY_ROW = 1 << 17, 8, 4
 
 
 class Rounding:
