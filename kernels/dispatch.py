@@ -13,6 +13,7 @@ from mla_convert.kernels.custom_op import run_backend, run_compiled
 from mla_convert.kernels.dense import describe_host
 from mla_convert.kernels.device import OLDEST_CAPABILITY, too_old
 from mla_convert.kernels.tracing import being_traced
+from mla_convert.wording import option
 
 BACKENDS = ("auto", "triton", "torch")
 #: Scales per token that the Triton kernel takes: each group of numbers has products of its own when it is compiled.
@@ -71,18 +72,25 @@ def choose_backend(
         UsageError: for a name that is not known, or a backend that was asked for and cannot run there.
     """
     if backend not in BACKENDS:
-        raise UsageError(f"backend {backend!r} is not known; choose one of {', '.join(BACKENDS)}")
+        raise UsageError(f"{option('backend', backend)} is not known; choose one of {', '.join(BACKENDS)}")
     if backend == "torch" or (backend == "auto" and (device.type != "cuda" or not has_triton())):
         return "torch"
     found = obstacle(device, latent_dtype, query_dtype, scales)
     if backend == "auto":
         return "triton" if found is None else "torch"
     if not has_triton():
-        raise UsageError("backend='triton' needs the triton package: pip install triton, or use backend='torch'")
+        raise UsageError(
+            f"{option('backend', backend)} needs the triton package: pip install triton, or use "
+            f"{option('backend', 'torch')}"
+        )
     if device.type != "cuda" and not _interpreted():
-        raise UsageError(f"backend='triton' runs on CUDA and ROCm devices, found {device}; use 'auto' or 'torch'")
+        raise UsageError(
+            f"{option('backend', backend)} runs on CUDA and ROCm devices, found {device}; use 'auto' or 'torch'"
+        )
     if found is not None:
-        raise UsageError(f"backend='triton' does not take {found}; use backend='auto' or 'torch'")
+        raise UsageError(
+            f"{option('backend', backend)} does not take {found}; use {option('backend', 'auto')} or 'torch'"
+        )
     return "triton"
 
 

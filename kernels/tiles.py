@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 
 from mla_convert.errors import UsageError
+from mla_convert.wording import option
 
 #: Shared memory a block may use, in bytes.
 SHARED_LIMIT = {
@@ -210,7 +211,7 @@ def choose_tile(arch: str, rows: int, latent: int, rope: int, *, query_bytes: in
             return tile
     raise UsageError(
         f"a latent of {latent} and a rotary part of {rope} numbers take {taken} bytes of shared memory, {arch} has "
-        f"{SHARED_LIMIT[arch]}; use backend='torch'"
+        f"{SHARED_LIMIT[arch]}; use {option('backend', 'torch')}"
     )
 
 

@@ -41,6 +41,7 @@ from mla_convert.report import BenchmarkReport, ContextTiming, Spread
 from mla_convert.sizes import check_counts, choose_contexts
 from mla_convert.storage import own_sidecar
 from mla_convert.trial import refuse_nonfinite_logits, try_out
+from mla_convert.wording import option
 
 _SEED = 0
 
@@ -108,7 +109,9 @@ def _take(
     """The model, and what it is called."""
     if isinstance(given, PreTrainedModel):
         if dtype is not None or device is not None:
-            raise UsageError("dtype and device are for a checkpoint folder; give the model as it is to run")
+            raise UsageError(
+                f"{option('dtype')} and {option('device')} are for a checkpoint folder; give the model as it is to run"
+            )
         return given, type(given).__name__
     if not isinstance(given, str | os.PathLike):
         raise UsageError(f"bench takes a transformers model or a checkpoint folder, found {type(given).__name__}")

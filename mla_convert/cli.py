@@ -13,6 +13,7 @@ import typer.core
 from mla_convert import cli_tables, console, version
 from mla_convert.cli_options import Absorbed, Codes, Dtype, Form, JsonTarget, Link, Out, Source, Target
 from mla_convert.quiet import only_errors
+from mla_convert.wording import as_typed
 
 
 class _Program(typer.core.TyperGroup):
@@ -23,7 +24,7 @@ class _Program(typer.core.TyperGroup):
         return super().main(*args, **kwargs)
 
     def invoke(self, ctx: Any) -> Any:
-        with console.error_boundary():
+        with console.error_boundary(), as_typed():
             return super().invoke(ctx)
 
 

@@ -40,6 +40,7 @@ from mla_convert.remains import reusable
 from mla_convert.run import Run
 from mla_convert.schemes import Scheme, parse_schemes
 from mla_convert.sidecar import make_manifest
+from mla_convert.wording import option
 from mla_convert.work import default_workers
 
 _SPARE_BYTES = 1 << 20  # manifest, index, card and journal, beside the tensors
@@ -109,7 +110,10 @@ def convert(
     schemes = dict(zip(SIDES, parse_schemes(quantize, qk_bits, vo_bits, group_size), strict=True))
     measured = measure or calibrate is not None
     if measured and not any(schemes.values()):
-        raise UsageError("calibrate and measure are about quantized weights, and nothing is quantized: add quantize")
+        raise UsageError(
+            f"{option('calibrate')} and {option('measure')} are about quantized weights, and nothing is quantized: add "
+            f"{option('quantize')}"
+        )
     check_options(target, parts, workers, max_shard_bytes, link)
     if target in ("hf", "native"):
         refuse_recipe(target, form=form, qk=qk, vo=vo, dtype=dtype, quantize=quantize, qk_bits=qk_bits, vo_bits=vo_bits)
@@ -126,7 +130,7 @@ def convert(
         run.notes.append(f"whether {push} takes a push was not tried")
     if any(schemes.values()) and not measured:
         run.notes.append(
-            "what the codes cost the model was not measured: measure=True, or --measure, reports KL and perplexity"
+            f"what the codes cost the model was not measured: {option('measure', True)} reports KL and perplexity"
         )
     seconds = time.perf_counter() - started
     report = make_report(order, manifest, files, notes=run.notes, seconds=seconds, dry_run=dry_run)

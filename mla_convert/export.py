@@ -23,6 +23,7 @@ from mla_convert.native_export import native_name
 from mla_convert.run import Job
 from mla_convert.shard_plan import FileTensor, PlannedFile, plan_shards
 from mla_convert.watch import Watch
+from mla_convert.wording import option
 from mla_convert.work import Block, Loaded, Made, Unit
 
 HF_SHARD = "model-{number:05d}-of-{total:05d}.safetensors"
@@ -61,7 +62,7 @@ def native_job(checkpoint: Checkpoint, watch: Watch, parts: int) -> tuple[Job, l
     Left out are layers for multi-token prediction, which DeepSeek's inference code does not load, and the frequencies
     that old checkpoints carry. UsageError where a tensor cannot be shared among so many parts.
     """
-    layers = len(checkpoint.layers)
+    layers, heads = len(checkpoint.layers), checkpoint.layers[0].geometry.num_heads
     kept: list[str] = []
     left: list[str] = []
     for name in sorted(checkpoint.names(), key=_order):
@@ -69,6 +70,10 @@ def native_job(checkpoint: Checkpoint, watch: Watch, parts: int) -> tuple[Job, l
         beyond = number is not None and int(number.group(1)) >= layers
         (left if beyond or name.endswith("rotary_emb.inv_freq") else kept).append(name)
     cuts = {name: _cuts(checkpoint, name, parts) for name in kept}
+    if heads % parts:
+        raise UsageError(
+            f"{option('parts', parts)}: {heads} attention heads cannot be shared evenly; take a divisor of {heads}"
+        )
     contents: list[list[FileTensor]] = [[] for _ in range(parts)]
     places: dict[str, list[_Place]] = {}
     for name, found in cuts.items():
@@ -95,7 +100,9 @@ def _cuts(checkpoint: Checkpoint, name: str, parts: int) -> list[_Place]:
 def _part_of_expert(checkpoint: Checkpoint, name: str, parts: int) -> int:
     experts = int(checkpoint.config["n_routed_experts"])
     if experts % parts:
-        raise UsageError(f"parts={parts}: {experts} experts cannot be shared evenly; take a divisor of {experts}")
+        raise UsageError(
+            f"{option('parts', parts)}: {experts} experts cannot be shared evenly; take a divisor of {experts}"
+        )
     number = re.search(r"\.experts\.(\d+)\.", name)
     assert number is not None
     return int(number.group(1)) * parts // experts
@@ -106,13 +113,13 @@ def _check_divides(checkpoint: Checkpoint, name: str, axis: Placement, parts: in
     length = checkpoint.info(name).shape[axis]
     if length % parts:
         raise UsageError(
-            f"parts={parts}: {name} has {length} {'columns' if axis else 'rows'}, which cannot be shared evenly; take "
-            f"a divisor of {length}"
+            f"{option('parts', parts)}: {name} has {length} {'columns' if axis else 'rows'}, which cannot be shared "
+            f"evenly; take a divisor of {length}"
         )
     if checkpoint.quantized(name) and parts > 1 and (length // parts) % _BLOCK:
         raise UsageError(
-            f"parts={parts}: each would have {length // parts} {'columns' if axis else 'rows'} of {name}, and cut "
-            f"through its FP8 blocks of {_BLOCK}; take fewer parts"
+            f"{option('parts', parts)}: each would have {length // parts} {'columns' if axis else 'rows'} of {name}, "
+            f"and cut through its FP8 blocks of {_BLOCK}; take fewer parts"
         )
 
 

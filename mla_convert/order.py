@@ -28,6 +28,7 @@ from mla_convert.run import Job
 from mla_convert.shard_plan import index_text
 from mla_convert.sidecar import sidecar_job
 from mla_convert.watch import Watch
+from mla_convert.wording import option
 from mla_convert.writing import MAX_SHARD_BYTES
 
 
@@ -148,8 +149,8 @@ def order_standalone(
     """A whole model with its absorbed weights inside. UsageError for a source that from_pretrained does not load."""
     if checkpoint.layout == "native":
         raise UsageError(
-            "SOURCE is in DeepSeek's native layout, which from_pretrained does not load; convert it with target hf "
-            "first, and that with target standalone"
+            "SOURCE is in DeepSeek's native layout, which from_pretrained does not load; convert it with "
+            f"{option('target', 'hf')} first, and that with {option('target', 'standalone')}"
         )
     _refuse_hub(checkpoint, "standalone")
     goal = destination(checkpoint.path, out, whole=True, dry_run=dry_run)
@@ -198,8 +199,9 @@ def _refuse_hub(checkpoint: Checkpoint, target: str) -> None:
     """UsageError for a whole model out of a hub repository of which only the needed bytes are read."""
     if isinstance(checkpoint.path, HubPath):
         raise UsageError(
-            f"target {target} takes every byte of {checkpoint.path.repo_id}: fetch it first with `hf download "
-            f"{checkpoint.path.repo_id} --local-dir DIR`, and convert DIR; a sidecar needs no more than its own tensors"
+            f"{option('target', target)} takes every byte of {checkpoint.path.repo_id}: fetch it first with `hf "
+            f"download {checkpoint.path.repo_id} --local-dir DIR`, and convert DIR; a sidecar "
+            "needs no more than its own tensors"
         )
 
 
@@ -212,7 +214,7 @@ def _hf_config(checkpoint: Checkpoint) -> dict[str, Any]:
 
 def _native_config(checkpoint: Checkpoint) -> dict[str, Any]:
     whole = _hf_config(checkpoint)
-    return native_config(checkpoint.config, whole.get("quantization_config"))
+    return native_config(checkpoint.config, whole.get("quantization_config") or None)
 
 
 def _text(config: Mapping[str, Any]) -> str:

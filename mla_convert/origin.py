@@ -17,6 +17,7 @@ from mla_convert.destination import CARD
 from mla_convert.errors import UsageError
 from mla_convert.hub import HubPath
 from mla_convert.hub_snapshots import repository_of
+from mla_convert.wording import option
 
 _HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
 _LICENCE = ("license", "license_name", "license_link")
@@ -45,7 +46,7 @@ def origin_of(checkpoint: Checkpoint, base_model: str | None = None) -> Origin:
     names, or the config's ``_name_or_path``. UsageError for a ``base_model`` that is none.
     """
     if base_model is not None and not _HUB_ID.fullmatch(base_model):
-        raise UsageError(f"base_model {base_model!r} is no name of a model on the hub; give org/name")
+        raise UsageError(f"{option('base_model', base_model)} is no name of a model on the hub; give org/name")
     card = checkpoint.path / CARD
     data = _data(card)
     ours = data.get("base_model") if TAG in (data.get("tags") or ()) else None
@@ -72,7 +73,7 @@ def _data(card: pathlib.Path) -> Mapping[str, Any]:
         return {}
     try:
         data: Any = ModelCard(card.read_text("utf-8"), ignore_metadata_errors=True).data
-    except (OSError, ValueError, YAMLError):
+    except (OSError, ValueError, TypeError, AttributeError, YAMLError):  # whatever stands there is somebody's text
         return {}
     return dict(data.to_dict())
 

@@ -15,6 +15,7 @@ from mla_convert import disk
 from mla_convert.destination import CARD, CONFIG, FOLDER, MANIFEST, Goal, disk_errors
 from mla_convert.errors import OutputError, UsageError
 from mla_convert.remains import INCOMPLETE, part, stamp
+from mla_convert.wording import option
 
 LINKS = ("auto", "hard", "reflink", "copy")
 #: Where the source's own card goes in a folder that has one of its own.
@@ -26,7 +27,7 @@ _FICLONE = 0x40049409  # linux/fs.h
 def check_link(given: str) -> str:
     """How weights are to be placed; UsageError for anything unknown."""
     if given not in LINKS:
-        raise UsageError(f"link {given!r}; supported are {', '.join(LINKS)}")
+        raise UsageError(f"{option('link', given)}; supported are {', '.join(LINKS)}")
     return given
 
 
@@ -106,7 +107,8 @@ def _share(source: pathlib.Path, target: pathlib.Path, link: str) -> bool:
         except OSError as error:
             if link == "hard":
                 raise OutputError(
-                    f"{source} cannot be linked into {target.parent} ({error.strerror}); use link auto or copy"
+                    f"{source} cannot be linked into {target.parent} ({error.strerror}); use {option('link', 'auto')} "
+                    "or copy"
                 ) from error
     if link in ("auto", "reflink"):
         try:
@@ -116,8 +118,8 @@ def _share(source: pathlib.Path, target: pathlib.Path, link: str) -> bool:
             target.unlink(missing_ok=True)
             if link == "reflink":
                 raise OutputError(
-                    f"{source} cannot share its blocks with a file in {target.parent} ({error.strerror}); use link "
-                    "auto or copy"
+                    f"{source} cannot share its blocks with a file in {target.parent} ({error.strerror}); use "
+                    f"{option('link', 'auto')} or copy"
                 ) from error
     return False
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mla_convert.errors import UsageError
 from mla_convert.paths import path_of
+from mla_convert.wording import option
 
 TOKENIZER = "tokenizer.json"
 HELD_OUT = "held_out.txt"
@@ -60,7 +61,7 @@ def read_prompts(
         if prompts is not None:
             raise UsageError(
                 f"{prompts} is text, and there is no {TOKENIZER} in {folder or 'the place the model came from'}: put "
-                "the model's tokenizer there, or leave the prompts out to compare on random tokens"
+                f"the model's tokenizer there, or leave {option('prompts')} out to compare on random tokens"
             )
         stream = torch.randint(vocabulary, (1 << 16,), generator=torch.Generator().manual_seed(_SEED))
         return Prompts(stream, f"random tokens, seed {_SEED}, since there is no tokenizer", random=True)
@@ -77,7 +78,7 @@ def read_prompts(
 def text_file(folder: pathlib.Path, prompts: str | os.PathLike[str] | None = None) -> pathlib.Path:
     """The text that models are compared on: ``prompts``, or what stands in for it."""
     if prompts is not None:
-        return path_of(prompts, "prompts")
+        return path_of(prompts, option("prompts"))
     own = folder / HELD_OUT
     return own if own.is_file() else pathlib.Path(__file__).parent / "example" / HELD_OUT
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from mla_convert.errors import OutputError, UsageError
+from mla_convert.wording import option
 
 _ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 _OWN = {".gitattributes"}  # what the hub itself puts into a new repository
@@ -17,7 +18,7 @@ _OWN = {".gitattributes"}  # what the hub itself puts into a new repository
 def check_repository(repo_id: str) -> None:
     """UsageError where ``repo_id`` cannot be the name of a repository."""
     if not _ID.fullmatch(repo_id):
-        raise UsageError(f"push {repo_id!r} is no name of a repository; give org/name")
+        raise UsageError(f"{option('push', repo_id)} is no name of a repository; give org/name")
 
 
 class Publisher:
@@ -33,13 +34,13 @@ class Publisher:
         check_repository(repo_id)
         self.repo_id = repo_id
         self._api = HfApi(endpoint=os.environ.get("HF_ENDPOINT"))
-        with self._errors("nothing was converted: log in with `hf auth login`, or leave push out"):
+        with self._errors(f"nothing was converted: log in with `hf auth login`, or leave {option('push')} out"):
             self._api.create_repo(repo_id, exist_ok=True)
             there = set(self._api.list_repo_files(repo_id)) - _OWN
         if there:
             raise UsageError(
-                f"push {repo_id}: it holds {sorted(there)[0]} already, and nothing is overwritten; give the name of a "
-                "new repository"
+                f"{option('push', repo_id)}: it holds {sorted(there)[0]} already, and nothing is overwritten; give the "
+                "name of a new repository"
             )
 
     def push(self, folder: pathlib.Path, files: Iterable[str]) -> str:
@@ -66,5 +67,5 @@ class Publisher:
         except (HfHubHTTPError, http_error, OSError, RuntimeError, ValueError) as error:
             reason = " ".join(str(error).split())[:300]
             raise OutputError(
-                f"push {self.repo_id}: the hub refused or could not be reached ({reason}); {hint}"
+                f"{option('push', self.repo_id)}: the hub refused or could not be reached ({reason}); {hint}"
             ) from error

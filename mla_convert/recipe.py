@@ -15,6 +15,7 @@ from mla_convert.errors import FormatError, UsageError
 from mla_convert.formats import plain
 from mla_convert.manifest import KEYS, SUFFIXES, StoredTensor, stored_shape
 from mla_convert.schemes import Scheme
+from mla_convert.wording import option
 
 Side = Literal["qk", "vo"]
 SIDES: tuple[Side, ...] = ("qk", "vo")
@@ -96,7 +97,8 @@ def _choose(side: Side, wanted: str, best: Form, family: Family) -> Form:
         return "factored" if between else best
     if wanted == "fused" and between:
         raise UsageError(
-            f"the {SIDE_NAMES[side]} of {family.model_type} cannot be fused: {between}; use {side}=factored or auto"
+            f"the {SIDE_NAMES[side]} of {family.model_type} cannot be fused: {between}; use "
+            f"{option(side, 'factored')} or auto"
         )
     return "fused" if wanted == "fused" else "factored"
 
@@ -108,12 +110,12 @@ def parse_forms(form: str, qk: str | None, vo: str | None) -> dict[Side, str]:
     """
     for name, given in (("form", form), ("qk", qk), ("vo", vo)):
         if given not in (*FORMS, "auto") and (given is not None or name == "form"):
-            raise UsageError(f"{name} {given!r} is not known; supported are {', '.join(FORMS)} and auto")
+            raise UsageError(f"{option(name, given)} is not known; supported are {', '.join(FORMS)} and auto")
     wanted: dict[Side, str] = {"qk": form if qk is None else qk, "vo": form if vo is None else vo}
     if form != "auto" and form not in wanted.values():
         raise UsageError(
-            f"form {form} was asked for, and qk {qk} and vo {vo}, which leave no side to it: leave form out, or one of "
-            "the two"
+            f"{option('form', form)} was asked for, and {option('qk', qk)} and {option('vo', vo)}, which leave no side "
+            f"to it: leave {option('form')} out, or one of the two"
         )
     return wanted
 
@@ -124,7 +126,7 @@ def parse_dtype(given: str | torch.dtype) -> torch.dtype | None:
     if name == "source":
         return None
     if not isinstance(name, str) or name not in DTYPES:
-        raise UsageError(f"dtype {name!r}; supported are source, {', '.join(DTYPES)}")
+        raise UsageError(f"{option('dtype', name)}; supported are source, {', '.join(DTYPES)}")
     return DTYPES[name]
 
 
@@ -135,7 +137,7 @@ def parse_device(given: str | torch.device) -> torch.device:
     except (RuntimeError, AssertionError, TypeError) as error:
         reason = str(error).splitlines()[0]
         raise UsageError(
-            f"device {str(given)!r} cannot be used here ({reason}); use cpu, or one that is there"
+            f"{option('device', str(given))} cannot be used here ({reason}); use cpu, or one that is there"
         ) from error
 
 
@@ -143,21 +145,28 @@ def refuse_recipe(target: str, **options: object) -> None:
     """UsageError where an option that changes values is given for a target that keeps them."""
     for name, value in options.items():
         if value not in (None, "auto", "source"):
-            given = str(value) if isinstance(value, str) else value  # a word of the command line's own kind, too
-            raise UsageError(f"{name}={given!r}: target {target} keeps every value as it is; leave it out")
+            raise UsageError(
+                f"{option(name, value)}: {option('target', target)} keeps every value as it is; leave it out"
+            )
 
 
 def check_options(target: str, parts: int | None, workers: int | None, max_shard_bytes: int | None, link: str) -> None:
     """UsageError where one of these cannot be."""
     if target not in TARGETS:
-        raise UsageError(f"target {target!r}; supported are {', '.join(TARGETS)}")
+        raise UsageError(f"{option('target', target)}; supported are {', '.join(TARGETS)}")
     if parts is not None and target != "native":
-        raise UsageError(f"parts={parts} belongs to target native, and this is {target}; leave it out")
+        raise UsageError(
+            f"{option('parts', parts)} belongs to {option('target', 'native')}, and this is {target}; leave it out"
+        )
     if link != "auto" and target != "standalone":
-        raise UsageError(f"link={link} belongs to target standalone, and this is {target}; leave it out")
+        raise UsageError(
+            f"{option('link', link)} belongs to {option('target', 'standalone')}, and this is {target}; leave it out"
+        )
     if parts is not None and (type(parts) is not int or parts < 1):
-        raise UsageError(f"parts={parts!r}; a native checkpoint has a whole number of parts, one or more")
+        raise UsageError(f"{option('parts', parts)}; a native checkpoint has a whole number of parts, one or more")
     if workers is not None and (type(workers) is not int or workers < 1):
-        raise UsageError(f"workers={workers!r}; a run needs a whole number of threads, one or more: leave it out")
+        raise UsageError(
+            f"{option('workers', workers)}; a run needs a whole number of threads, one or more: leave it out"
+        )
     if max_shard_bytes is not None and (type(max_shard_bytes) is not int or max_shard_bytes < 1):
         raise UsageError(f"max_shard_bytes={max_shard_bytes!r}; a shard needs a whole, positive number of bytes")

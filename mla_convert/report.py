@@ -14,6 +14,7 @@ from mla_convert.errors import UsageError
 from mla_convert.machine import Machine
 from mla_convert.patches.description import PatchDescription
 from mla_convert.paths import new_file
+from mla_convert.wording import option
 
 #: Quartiles further apart than this share of the median are called out: the machine had other work.
 CALM = 0.25
@@ -135,11 +136,13 @@ def _cell(figure: Spread, unit: float) -> str:
 
 def check_plot(target: str | os.PathLike[str]) -> pathlib.Path:
     """Where a plot will go; UsageError, before any long work, where it could not be written."""
-    path = new_file(target, "plot")
+    path = new_file(target, option("plot"))
     if importlib.util.find_spec("matplotlib") is None:
-        raise UsageError('a plot needs matplotlib, which is not installed: pip install "mla-convert[plot]"')
+        raise UsageError(f'{option("plot")} needs matplotlib, which is not installed: pip install "mla-convert[plot]"')
     if path.suffix not in PLOTS:
-        raise UsageError(f"plot {path}: the name's ending decides the format; supported are {', '.join(PLOTS)}")
+        raise UsageError(
+            f"{option('plot')} {path}: the name's ending decides the format; supported are {', '.join(PLOTS)}"
+        )
     return path
 
 

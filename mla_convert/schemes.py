@@ -26,6 +26,7 @@ from typing import Any, Literal
 import torch
 
 from mla_convert.errors import UsageError
+from mla_convert.wording import option
 
 Kind = Literal["int8", "fp8", "int4"]
 KINDS: tuple[Kind, ...] = ("int8", "fp8", "int4")
@@ -119,7 +120,7 @@ def parse_schemes(
     or 128 for int4; for fp8 it is 128 (blocks of 128×128, the default) or "row".
     """
     if quantize is not None and quantize not in KINDS:
-        raise UsageError(f"quantize={quantize!r}; supported are {', '.join(KINDS)}")
+        raise UsageError(f"{option('quantize', quantize)}; supported are {', '.join(KINDS)}")
     kinds = [_kind(quantize, bits, name) for bits, name in ((qk_bits, "qk_bits"), (vo_bits, "vo_bits"))]
     size = _group_size(group_size, kinds)
     return _scheme(kinds[0], size), _scheme(kinds[1], size)
@@ -129,7 +130,7 @@ def _kind(quantize: str | None, bits: int | None, name: str) -> Kind | None:
     if bits is None:
         return next((kind for kind in KINDS if kind == quantize), None)
     if bits not in BITS or isinstance(bits, bool):
-        raise UsageError(f"{name}={bits!r}; supported are 4 (int4), 8 (int8 or fp8) and 16 (not quantized)")
+        raise UsageError(f"{option(name, bits)}; supported are 4 (int4), 8 (int8 or fp8) and 16 (not quantized)")
     return {4: "int4", 8: "fp8" if quantize == "fp8" else "int8", 16: None}[bits]
 
 
@@ -143,7 +144,7 @@ def _group_size(given: int | str | None, kinds: Iterable[Kind | None]) -> int | 
         allowed += [entry for entry in (FP8_BLOCK, "row") if entry not in allowed]
     if size not in allowed or isinstance(size, bool):
         supported = f"supported here are {', '.join(map(str, allowed))}" if allowed else "it belongs to int4 and fp8"
-        raise UsageError(f"group_size={given!r}; {supported}")
+        raise UsageError(f"{option('group_size', given)}; {supported}")
     return size
 
 

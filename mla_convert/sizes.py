@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from mla_convert.errors import UsageError
 from mla_convert.judgement import MINIMUM
+from mla_convert.wording import option
 
 #: Tokens at a time in the stage that decodes by blocks.
 BLOCK = 3
@@ -33,9 +34,9 @@ def check_sizes(prefill: int, decode: int | None, batch: int | None) -> None:
         if value is None and name != "prefill":
             continue
         if not is_whole(value):
-            raise UsageError(f"{name}={value!r}; a whole number is needed")
+            raise UsageError(f"{option(name, value)}; a whole number is needed")
         if value < least:
-            raise UsageError(f"{name}={value}; at least {least} are needed: {why}")
+            raise UsageError(f"{option(name, value)}; at least {least} are needed: {why}")
 
 
 def check_positions(model: PreTrainedModel, prefill: int, steps: int) -> None:
@@ -43,8 +44,8 @@ def check_positions(model: PreTrainedModel, prefill: int, steps: int) -> None:
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if limit is not None and prefill + steps > limit:
         raise UsageError(
-            f"prefill={prefill} and decode={steps} take {prefill + steps:,} positions, and this model has {limit:,} "
-            "(max_position_embeddings): take fewer of either"
+            f"{option('prefill', prefill)} and {option('decode', steps)} take {prefill + steps:,} positions, and this "
+            f"model has {limit:,} (max_position_embeddings): take fewer of either"
         )
 
 
@@ -54,8 +55,8 @@ def choose_sizes(prefill: int, decode: int | None, batch: int | None, *, floored
     rows = batch if batch is not None else max(4, -(-MINIMUM // steps)) if floored else 4
     if floored and rows * steps < MINIMUM:
         raise UsageError(
-            f"batch={rows} times decode={steps} gives {rows * steps} positions, and judging a lower precision needs "
-            f"{MINIMUM:,}: take more of either, or leave batch out"
+            f"{option('batch', rows)} times {option('decode', steps)} gives {rows * steps} positions, and judging a "
+            f"lower precision needs {MINIMUM:,}: take more of either, or leave {option('batch')} out"
         )
     return prefill, steps, rows
 
@@ -64,11 +65,11 @@ def check_counts(repetitions: int, batch: int) -> None:
     """UsageError where steps are timed too few times, or for no sequence, or these are no numbers."""
     for name, value in (("repetitions", repetitions), ("batch", batch)):
         if not is_whole(value):
-            raise UsageError(f"{name}={value!r}; a whole number is needed")
+            raise UsageError(f"{option(name, value)}; a whole number is needed")
     if repetitions < FEWEST_REPETITIONS:
-        raise UsageError(f"{repetitions} repetitions give no quartiles; take {FEWEST_REPETITIONS} or more")
+        raise UsageError(f"{option('repetitions', repetitions)} gives no quartiles; take {FEWEST_REPETITIONS} or more")
     if batch < 1:
-        raise UsageError(f"a batch of {batch} sequences cannot be decoded; take 1 or more")
+        raise UsageError(f"{option('batch', batch)} leaves no sequence to decode; take 1 or more")
 
 
 def _are_whole(given: object) -> bool:
@@ -81,11 +82,11 @@ def choose_contexts(contexts: Sequence[int] | None, model: PreTrainedModel) -> t
     if contexts is None:
         return tuple(length for length in DEFAULT_CONTEXTS if length <= limit) or (limit,)
     if not _are_whole(contexts):
-        raise UsageError(f"contexts={contexts!r}; a list of whole numbers is needed, for example [64, 1024]")
+        raise UsageError(f"{option('contexts', contexts)}; a list of whole numbers is needed, for example [64, 1024]")
     wrong = [length for length in contexts if not 1 <= length <= limit]
     if wrong or not contexts:
         raise UsageError(
-            f"contexts {', '.join(f'{length:,}' for length in wrong) or '(none)'}: this model has {limit:,} positions "
+            f"{option('contexts', wrong or list(contexts))}: this model has {limit:,} positions "
             f"(max_position_embeddings); give one or more whole numbers from 1 to {limit:,}, the new token counted in"
         )
     return tuple(contexts)

@@ -26,6 +26,7 @@ from mla_convert.paths import source_of
 from mla_convert.quiet import no_loading_bars
 from mla_convert.schemes import Scheme
 from mla_convert.storage import AbsorbedCheckpoint, own_sidecar
+from mla_convert.wording import option
 
 _SIDE_KEYS = (("k_b", "qk"), ("v_b", "ov"))
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -61,7 +62,9 @@ class Subject:
         self.codes = code_labels(model)
         if dtype is not None and parse_dtype(dtype) != self.dtype:
             wanted = plain(parse_dtype(dtype))
-            raise UsageError(f"dtype={wanted} was asked for, and the model is in {plain(self.dtype)}: leave it out")
+            raise UsageError(
+                f"{option('dtype', wanted)} was asked for, and the model is in {plain(self.dtype)}: leave it out"
+            )
         if self.codes or self.dtype != torch.float32:
             check_numbers(model)
         place = str(getattr(model, "name_or_path", "") or "")
@@ -180,5 +183,5 @@ def parse_dtype(given: str | torch.dtype) -> torch.dtype:
     """The dtype of that name; UsageError for one that is not compared."""
     name = plain(given) if isinstance(given, torch.dtype) else given
     if name not in DTYPES:
-        raise UsageError(f"dtype {name!r}; supported are {', '.join(DTYPES)}, and source for a folder")
+        raise UsageError(f"{option('dtype', name)}; supported are {', '.join(DTYPES)}, and source for a folder")
     return DTYPES[name]

@@ -13,6 +13,7 @@ from mla_convert.architectures import FAMILIES, Family, find_family
 from mla_convert.errors import PatchError, UnsupportedModelError, UsageError
 from mla_convert.patches.sources import only_plain
 from mla_convert.patches.weights import module_geometry, query_name
+from mla_convert.wording import option
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +109,8 @@ def resolve_forms(module: Any, family: Family | None, qk: str, vo: str) -> Forms
 def _resolve_side(side: str, wanted: str, cheaper: Form, between: str) -> Form:
     if wanted == "fused" and between:
         raise UsageError(
-            f"the {side} side of this model cannot be fused: {between}; use form='auto' or 'factored' for that side"
+            f"the {side} side of this model cannot be fused: {between}; use {option('form', 'auto')} or "
+            "'factored' for that side"
         )
     if wanted == "auto":
         return "factored" if between else cheaper

@@ -28,6 +28,7 @@ from mla_convert.patches.weights import Stored, module_geometry, query_name
 from mla_convert.quantization import Quantized
 from mla_convert.recipe import SIDE_NAMES
 from mla_convert.storage import AbsorbedCheckpoint
+from mla_convert.wording import option
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +62,7 @@ class Sidecar:
             if wanted not in ("auto", found):
                 raise UsageError(
                     f"the {SIDE_NAMES[side]} was asked for as {wanted}, and {self.label} holds it {found}: "
-                    "leave the form out, or convert again"
+                    f"leave {option('form')} out, or convert again"
                 )
         self.store.check_geometry(index, module_geometry(module))
         tensors = self.store.layer_tensors(index)

@@ -15,6 +15,7 @@ from mla_convert.formats import plain
 from mla_convert.patches.adapters import is_lora, lora_reader
 from mla_convert.patches.forms import LINEAR, PLAIN, PLAIN_TENSORS, Projection, Reader, kinds
 from mla_convert.patches.quantized import QUANTIZED
+from mla_convert.wording import option
 
 
 def reader_of(where: str, linear: Projection) -> Reader:
@@ -112,7 +113,7 @@ def check_fusable(where: str, linear: Projection) -> None:
     elif is_sharded(linear):
         reason = "it is sharded over processes, and talks to the others itself"
     if reason:
-        raise UsageError(f"{where} cannot be fused: {reason}; use form='auto' or 'factored'")
+        raise UsageError(f"{where} cannot be fused: {reason}; use {option('form', 'auto')} or 'factored'")
 
 
 def check_whole(where: str, linear: Projection, folder: str) -> None:

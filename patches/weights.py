@@ -22,6 +22,7 @@ from mla_convert.patches.freshness import Owner, Source
 from mla_convert.patches.sources import effective_weight, is_offloaded, shape_of
 from mla_convert.quantization import Quantized
 from mla_convert.recipe import SIDES, Side
+from mla_convert.wording import option
 
 
 def query_name(module: Owner) -> str:
@@ -206,7 +207,7 @@ class AbsorbedWeights(nn.Module):
         if self.from_folder or "fused" in (self.forms.qk, self.forms.vo):
             raise StaleWeightsError(
                 f"{self.sources[0].name} was offloaded after the model was patched: unpatch it, and patch it again "
-                "with form='factored' and without a folder of absorbed weights"
+                f"with {option('form', 'factored')} and without a folder of absorbed weights"
             )
 
     def _move(self, owner: Owner) -> None:

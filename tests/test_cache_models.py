@@ -139,7 +139,7 @@ def test_refuses_a_file_of_another_model(tmp_path: pathlib.Path) -> None:
         mla_convert.LatentCache.load(path, config)
     with pytest.raises(UsageError, match="more than the capacity"):
         mla_convert.LatentCache.load(path, capacity=4)
-    with pytest.raises(UsageError, match="device 'cudaa' cannot be used here"):
+    with pytest.raises(UsageError, match="device='cudaa' cannot be used here"):
         mla_convert.LatentCache.load(path, device="cudaa")
 
 

@@ -124,10 +124,10 @@ def test_every_option_has_its_own_place(invoke: Invoke, monkeypatch: pytest.Monk
         (["deepseek-ai/DeepSeek-V3"], "download it first"),
         ([".", "out"], "no config.json"),
         (["EXAMPLE", "no/out"], "no/out"),
-        (["EXAMPLE", "--prefill", "1"], "prefill=1; at least 2"),
+        (["EXAMPLE", "--prefill", "1"], "--prefill 1; at least 2"),
         (["EXAMPLE", "--prompts", "no/text"], "no/text cannot be read"),
         (["EXAMPLE", "--dtype", "bfloat16", "--batch", "2"], "needs 4,096"),
-        (["EXAMPLE", "--backend", "magic"], "backend 'magic' is not known"),
+        (["EXAMPLE", "--backend", "magic"], "--backend magic is not known"),
     ],
     ids=" ".join,
 )

@@ -286,15 +286,15 @@ def test_the_card_of_every_target(
 
 
 OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
-    "form": (dict(form="half"), "form 'half' is not known; supported are factored, fused and auto"),
-    "no form": (dict(form=None), "form None is not known; supported are factored, fused and auto"),
-    "form of another type": (dict(form=["fused"]), r"form \['fused'\] is not known"),
-    "qk": (dict(qk="Fused"), "qk 'Fused' is not known"),
-    "vo": (dict(vo=""), "vo '' is not known"),
-    "no side left": (dict(form="fused", qk="factored", vo="factored"), "form fused was asked for, and qk factored"),
-    "dtype": (dict(dtype="int8"), "dtype 'int8'; supported are source, bfloat16, float16, float32"),
-    "torch dtype": (dict(dtype=torch.float64), "dtype 'float64'; supported"),
-    "dtype of another type": (dict(dtype=["float32"]), r"dtype \['float32'\]; supported"),
+    "form": (dict(form="half"), "form='half' is not known; supported are factored, fused and auto"),
+    "no form": (dict(form=None), "form=None is not known; supported are factored, fused and auto"),
+    "form of another type": (dict(form=["fused"]), r"form=\['fused'\] is not known"),
+    "qk": (dict(qk="Fused"), "qk='Fused' is not known"),
+    "vo": (dict(vo=""), "vo='' is not known"),
+    "no side left": (dict(form="fused", qk="factored", vo="factored"), "form='fused' was asked for, and qk='factored'"),
+    "dtype": (dict(dtype="int8"), "dtype='int8'; supported are source, bfloat16, float16, float32"),
+    "torch dtype": (dict(dtype=torch.float64), "dtype='float64'; supported"),
+    "dtype of another type": (dict(dtype=["float32"]), r"dtype=\['float32'\]; supported"),
     "quantize": (dict(quantize="int3"), "quantize='int3'; supported are int8, fp8, int4"),
     "qk_bits": (dict(qk_bits=5), "qk_bits=5; supported are 4"),
     "vo_bits": (dict(quantize="int8", vo_bits=True), "vo_bits=True; supported are 4"),
@@ -305,19 +305,19 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "nothing to calibrate": (dict(calibrate="text.txt"), "nothing is quantized: add quantize"),
     "no text": (dict(quantize="int8", calibrate="none.txt"), "none.txt cannot be read as text"),
     "groups": (dict(quantize="int4", group_size=128), "k_b_proj.weight has 64 columns, .* sizes that fit are 32, 64"),
-    "target": (dict(target="gguf"), "target 'gguf'; supported are sidecar, standalone, hf, native"),
-    "parts": (dict(parts=2), "parts=2 belongs to target native"),
+    "target": (dict(target="gguf"), "target='gguf'; supported are sidecar, standalone, hf, native"),
+    "parts": (dict(parts=2), "parts=2 belongs to target='native'"),
     "no parts": (dict(target="native", parts=0), "parts=0; a native checkpoint has a whole number of parts"),
     "parts as text": (dict(target="native", parts="two"), "parts='two'"),
-    "link of a sidecar": (dict(link="hard"), "link=hard belongs to target standalone"),
-    "link": (dict(target="standalone", link="soft"), "link 'soft'; supported are auto, hard, reflink, copy"),
-    "values for native": (dict(target="native", form="fused"), "form='fused': target native keeps every value"),
-    "values for hf": (dict(target="hf", quantize="int8"), "quantize='int8': target hf keeps every value"),
+    "link of a sidecar": (dict(link="hard"), "link='hard' belongs to target='standalone'"),
+    "link": (dict(target="standalone", link="soft"), "link='soft'; supported are auto, hard, reflink, copy"),
+    "values for native": (dict(target="native", form="fused"), "form='fused': target='native' keeps every value"),
+    "values for hf": (dict(target="hf", quantize="int8"), "quantize='int8': target='hf' keeps every value"),
     "workers": (dict(workers=0), "workers=0; a run needs a whole number of threads"),
     "workers as text": (dict(workers="two"), "workers='two'; a run needs"),
-    "device": (dict(device="cuda:77"), "device 'cuda:77' cannot be used here"),
-    "device of another type": (dict(device=[]), r"device '\[\]' cannot be used here"),
-    "no device": (dict(device="abacus"), "device 'abacus' cannot be used here"),
+    "device": (dict(device="cuda:77"), "device='cuda:77' cannot be used here"),
+    "device of another type": (dict(device=[]), r"device='\[\]' cannot be used here"),
+    "no device": (dict(device="abacus"), "device='abacus' cannot be used here"),
     "shard size": (dict(max_shard_bytes=0), "max_shard_bytes=0; a shard needs a whole, positive number of bytes"),
     "shard size as text": (dict(max_shard_bytes="5GB"), "max_shard_bytes='5GB'; a shard needs"),
     "broken shard size": (dict(max_shard_bytes=1e9), "max_shard_bytes=1000000000.0; a shard needs"),
@@ -349,7 +349,7 @@ def test_sides_that_may_not_be_fused(
     monkeypatch.setitem(architectures._BY_TYPE, "deepseek_v3", family)
     for options in ({side: "fused"}, {"form": "fused"}):
         with pytest.raises(
-            UsageError, match="side of deepseek_v3 cannot be fused: a gate stands there; .*factored or auto"
+            UsageError, match="side of deepseek_v3 cannot be fused: a gate stands there; .*='factored' or auto"
         ):
             convert(path, tmp_path / "out", **options)
     report = convert(path, tmp_path / "out")

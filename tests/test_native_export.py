@@ -123,7 +123,11 @@ NOT_NATIVE: dict[str, tuple[dict[str, Any], dict[str, Any], type[Exception], str
         UsageError,
         "config has rope_parameters = .*'mscale_all_dim': 1.0.*, and DeepSeek's native code computes with",
     ),
-    "heads": ({}, dict(parts=5), UsageError, r"parts=5: .*kv_b_proj.weight has 28 rows, .* a divisor of 28"),
+    # Every projection's rows and columns divide by 4.
+    "heads": ({}, dict(parts=4), UsageError, "parts=4: 2 attention heads cannot be shared evenly; .* a divisor of 2"),
+    "rows": ({}, dict(parts=5), UsageError, r"parts=5: .*kv_b_proj.weight has 28 rows, .* a divisor of 28"),
+    "tied": (dict(tie_word_embeddings=True), {}, UsageError, "tie_word_embeddings = True, and DeepSeek's .* False"),
+    "unsaid": (dict(routed_scaling_factor=None), {}, UsageError, "the config has no routed_scaling_factor, for which"),
 }
 
 

@@ -17,10 +17,10 @@ from mla_convert.errors import PatchError, UnsupportedModelError, UsageError
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"form": "folded"}, "form 'folded' is not known; supported are factored, fused and auto"),
-        ({"qk": "both"}, "qk 'both' is not known"),
-        ({"vo": ""}, "vo '' is not known"),
-        ({"form": "fused", "qk": "factored", "vo": "factored"}, "form fused was asked for, and qk factored"),
+        ({"form": "folded"}, "form='folded' is not known; supported are factored, fused and auto"),
+        ({"qk": "both"}, "qk='both' is not known"),
+        ({"vo": ""}, "vo='' is not known"),
+        ({"form": "fused", "qk": "factored", "vo": "factored"}, "form='fused' was asked for, and qk='factored'"),
         ({"form": "factored", "qk": "auto", "vo": "auto"}, "which leave no side to it"),
         ({"backend": "cuda"}, "choose one of"),
         ({"prefill_threshold": -1}, "number of tokens"),

@@ -119,9 +119,9 @@ def test_links_that_cannot_be(
 
     monkeypatch.setattr(os, "link", refuse)
     monkeypatch.setattr(placing, "_reflink", refuse)
-    with pytest.raises(OutputError, match=r"cannot be linked into .* \(Invalid cross-device link\); use link auto or"):
+    with pytest.raises(OutputError, match=r"cannot be linked into .* \(Invalid cross-device link\); use link='auto'"):
         convert(source, tmp_path / "hard", target="standalone", link="hard")
-    with pytest.raises(OutputError, match=r"cannot share its blocks with .*; use link auto or copy"):
+    with pytest.raises(OutputError, match=r"cannot share its blocks with .*; use link='auto' or copy"):
         convert(source, tmp_path / "reflink", target="standalone", link="reflink")
     plan = convert(source, tmp_path / "auto", target="standalone", dry_run=True)
     assert plan.bytes_out > sum(file.stat().st_size for file in source.glob("*.safetensors"))  # they have to be copied
@@ -166,7 +166,7 @@ def test_layers_for_multi_token_prediction_are_in_a_standalone_folder(tmp_path: 
 
 
 def test_a_native_source_is_no_standalone_folder(native_path: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    with pytest.raises(UsageError, match="native layout, which from_pretrained does not load; .* target hf first"):
+    with pytest.raises(UsageError, match="native layout, which from_pretrained does not load; .* target='hf' first"):
         convert(native_path, tmp_path / "out", target="standalone")
     convert(native_path, tmp_path / "hf", target="hf")
     convert(tmp_path / "hf", tmp_path / "out", target="standalone")
