@@ -1,8 +1,9 @@
 """Which process is at work in a folder: a file that names it, kept fresh while it lives.
 
 The file says host, boot, process number and start of the process, so that on the same machine a process that has ended
-is recognised, even where its number was given to another. On other machines only the file's age can tell: its owner
-touches it every few seconds.
+is recognised, even where its number was given to another. On other machines, and in containers that count processes
+anew, only the file's age can tell: its owner touches it every few seconds. A machine of the same name is another one
+unless it is of the same boot.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import socket
 import sys
 import tempfile
 import threading
+import uuid
 from typing import Any
 
 #: Seconds between two touches, and the age at which the process of another machine is taken for dead.
@@ -26,7 +28,10 @@ DEAD_AFTER = 60.0
 
 @dataclasses.dataclass(frozen=True)
 class Process:
-    """A process, as far as it can be told from all others; ``started`` is in the system's own count."""
+    """A process, as far as it can be told from all others.
+
+    ``boot`` says where and since when its number ``pid`` counts; ``started`` is in the system's own count.
+    """
 
     host: str
     boot: str
@@ -128,8 +133,8 @@ def nonce_of(file: pathlib.Path) -> str | None:
 
 def _alive(process: Process, file: pathlib.Path) -> bool:
     here = this_process()
-    if process.host == here.host and sys.platform != "win32":
-        return process.boot == here.boot and _runs(process)
+    if (process.host, process.boot) == (here.host, here.boot) and sys.platform != "win32":
+        return _runs(process)
     return _age(file) < DEAD_AFTER
 
 
@@ -154,10 +159,12 @@ def _age(file: pathlib.Path) -> float:
 
 
 def _boot() -> str:
+    """The machine since it was started, and the namespace that its processes are numbered in, where it has such."""
     try:
-        return pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
-        return ""
+        return hex(uuid.getnode())
 
 
 def _started(pid: int) -> str | None:

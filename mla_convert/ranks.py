@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 
 from mla_convert.errors import MLAConvertError, OutputError, UsageError
+from mla_convert.journal import Progress, read_journals
 from mla_convert.presence import Presence, Seen, look, nonce_of
 from mla_convert.remains import LOCK, RANK
 
@@ -88,8 +89,13 @@ def share_out(sizes: Mapping[int, int], groups: Iterable[tuple[int, ...]], size:
     return ranks
 
 
-def call(presence: Presence, temporary: pathlib.Path, world: World, plan: str, shares: Mapping[int, int]) -> None:
-    """The lead's part of the meeting: wait for an answer of every rank, then say who does what."""
+def call(
+    presence: Presence, temporary: pathlib.Path, world: World, plan: str, shares: Mapping[int, int], done: int = 0
+) -> None:
+    """The lead's part of the meeting: wait for an answer of every rank, then say who does what.
+
+    ``done`` is the number of units that are done already, and noted in the lead's journal.
+    """
     presence.say(plan=plan)
     here: dict[int, str] = {}
 
@@ -105,7 +111,7 @@ def call(presence: Presence, temporary: pathlib.Path, world: World, plan: str, s
         return UsageError(f"of {world.size} ranks, {missing} did not come; start all of them with the same command")
 
     wait_until(all_here, late)
-    presence.say(plan=plan, ranks=here, shares=shares)
+    presence.say(plan=plan, ranks=here, shares=shares, done=done)
 
 
 def outlive(temporary: pathlib.Path) -> None:
@@ -142,7 +148,7 @@ def check_lead(temporary: pathlib.Path, nonce: str) -> None:
 def join(temporary: pathlib.Path, world: World, plan: str) -> tuple[Presence, dict[int, int]]:
     """Another rank's part of the meeting: answer the lead, wait for its word; returns who does what.
 
-    What it answered, the lead's nonce, is in the presence's ``known``.
+    What it answered, the lead's nonce, is in the presence's ``known``, and so is what the lead says is ``done``.
     """
     own = temporary / RANK.format(world.rank)
     presence: Presence | None = None
@@ -159,6 +165,7 @@ def join(temporary: pathlib.Path, world: World, plan: str) -> tuple[Presence, di
             own.unlink(missing_ok=True)
             presence = Presence(own, answers=lead.nonce)
         shares = {int(file): rank for file, rank in lead.known.get("shares", {}).items()}
+        presence.known["done"] = lead.known.get("done", 0)
         return bool(lead.known.get("ranks", {}).get(str(world.rank)) == presence.nonce)
 
     def late() -> MLAConvertError:
@@ -172,6 +179,25 @@ def join(temporary: pathlib.Path, world: World, plan: str) -> tuple[Presence, di
         raise
     assert presence is not None
     return presence, shares
+
+
+def hear(temporary: pathlib.Path, presence: Presence, plan: str) -> Progress:
+    """What the lead has found done, and put into its journal: another rank's part, after :func:`join`.
+
+    The lead waits for none of it, so that a rank which did it again would still be at it when all is renamed.
+    """
+    known = Progress()
+
+    def heard() -> bool:
+        nonlocal known
+        check_lead(temporary, presence.known["answers"])
+        found = read_journals(temporary, plan)
+        known = found or known
+        return found is not None  # or another rank has just made its journal, and not yet written the first line
+
+    if presence.known.get("done"):
+        wait_until(heard)
+    return known
 
 
 def heard(temporary: pathlib.Path, world: World) -> bool:

@@ -44,8 +44,11 @@ def stamp(file: pathlib.Path) -> Stamp | None:
 
 def reusable(folder: pathlib.Path) -> int:
     """Bytes on the disk that an unfinished run in ``folder`` takes already."""
-    found = [file.stat() for file in (folder / INCOMPLETE).glob(f"*{PART}")]
-    return sum(getattr(status, "st_blocks", 0) * 512 for status in found)
+    nbytes = 0
+    for file in (folder / INCOMPLETE).glob(f"*{PART}"):
+        with contextlib.suppress(FileNotFoundError):  # another rank of this launch may be clearing up
+            nbytes += getattr(file.stat(), "st_blocks", 0) * 512
+    return nbytes
 
 
 def list_renames(folder: pathlib.Path, names: Iterable[str]) -> str:
@@ -75,6 +78,13 @@ def take_back(folder: pathlib.Path) -> None:
         disk.move(folder / name, part(folder, name))
     _remove_empty_folders(folder)
     (folder / INCOMPLETE / JOURNAL).unlink(missing_ok=True)
+
+
+def remove_unbegun(temporary: pathlib.Path) -> None:
+    """Remove journals whose process was killed before it had written their first line: they say nothing."""
+    for file in temporary.glob(PROGRESS.format("*")):
+        if b"\n" not in file.read_bytes():
+            file.unlink()
 
 
 def remove_remains(folder: pathlib.Path, marker: str, *, keep_lock: bool = False) -> None:

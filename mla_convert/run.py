@@ -22,7 +22,7 @@ from mla_convert.errors import MLAConvertError, OutputError
 from mla_convert.journal import Journal, Record, WrittenBlock
 from mla_convert.presence import Presence
 from mla_convert.ranks import World
-from mla_convert.remains import INCOMPLETE, LOCK, refuse_others, remove_remains, take_back
+from mla_convert.remains import INCOMPLETE, LOCK, refuse_others, remove_remains, remove_unbegun, take_back
 from mla_convert.shard_plan import PlannedFile
 from mla_convert.work import Block, Unit, default_workers, run_units
 from mla_convert.writing import Staging, make_folders
@@ -91,6 +91,8 @@ class Run:
                     self._lead()
                 else:
                     self._presence, self._shares = ranks.join(self._temporary, self.world, self.job.plan)
+                    done = ranks.hear(self._temporary, self._presence, self.job.plan)
+                    self.records, self._synced = done.records, done.synced
                 self._journal = Journal(self._temporary, self.world.rank, self.job.plan)
                 if self._presence is not None and not self.world.leads:
                     self._presence.say(begun=True)
@@ -128,11 +130,12 @@ class Run:
                 left[unit.files[0]] += unit.memory
         self._shares = ranks.share_out(left, self.job.groups(), self.world.size)
         if self.world.size > 1:
-            ranks.call(self._presence, self._temporary, self.world, self.job.plan, self._shares)
+            ranks.call(self._presence, self._temporary, self.world, self.job.plan, self._shares, len(self.records))
 
     def _take_up(self) -> None:
         """Go on from what an interrupted run of the same job left; remove what another job's, or any, left."""
         folder = self.goal.folder
+        remove_unbegun(self._temporary)
         there = any(file.name != LOCK for file in self._temporary.iterdir())
         found = journal.read_journals(self._temporary, self.job.plan) if self._resume else None
         if found is None:

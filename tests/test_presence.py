@@ -9,6 +9,7 @@ import pathlib
 import subprocess
 import sys
 import time
+from typing import Any
 
 import pytest
 from snapshots import snapshot
@@ -56,7 +57,7 @@ HERE = this_process()
 PROCESSES = {
     "this one": (HERE, True),
     "ended": (None, False),
-    "of an earlier boot": (dataclasses.replace(HERE, boot="earlier"), False),
+    "of another machine of that name, or an earlier boot": (dataclasses.replace(HERE, boot="another"), True),
     "its number given to another": (dataclasses.replace(HERE, started="1"), False),
     "of another user": (dataclasses.replace(HERE, pid=1, started=presence._started(1) or ""), True),
     "of another machine": (dataclasses.replace(HERE, host="elsewhere"), True),
@@ -71,9 +72,14 @@ def test_the_living_and_the_dead(tmp_path: pathlib.Path, case: str) -> None:
     assert seen is not None and seen.alive == alive
 
 
-def test_other_machines_are_told_by_age(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("elsewhere", [{"host": "elsewhere"}, {"boot": "another", "pid": 1 << 30}])
+def test_other_machines_are_told_by_age(
+    elsewhere: dict[str, Any], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "lock.json"
-    write(file, dataclasses.replace(HERE, host="elsewhere"))
+    write(file, dataclasses.replace(HERE, **elsewhere))
+    seen = look(file)
+    assert seen is not None and seen.alive
     old = time.time() - presence.DEAD_AFTER - 1
     os.utime(file, (old, old))
     seen = look(file)

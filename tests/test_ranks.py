@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import dataclasses
 import json
 import os
 import pathlib
@@ -18,7 +19,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from interruptions import noted
+from interruptions import count_loads, noted
 from snapshots import snapshot
 from variants import attention_weights, config_v3, write_checkpoint
 
@@ -151,10 +152,29 @@ def test_another_number_of_ranks_finishes_it(
 ) -> None:
     out = tmp_path / "out"
     with monkeypatch.context() as patch:
-        kill_at(patch, layer=5)
+        kill_at(patch, layer=5, after=lambda: noted(out) == 4)
         launch(source, out, 3)
-    launch(source, out, 2)
+    made = count_loads(monkeypatch)
+    for report in launch(source, out, 2):
+        assert isinstance(report, ConversionReport), report
     assert snapshot(out) == whole
+    assert sorted(made) == [4, 5]  # whichever rank it is: all know what is done
+
+
+def test_a_journal_without_a_line_costs_nothing(
+    source: pathlib.Path, tmp_path: pathlib.Path, whole: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that was killed before the first line of its journal takes nothing from what the others have done."""
+    out = tmp_path / "out"
+    with monkeypatch.context() as patch:
+        patch.setattr(run.Run, "commit", lambda *arguments: (_ for _ in ()).throw(OutputError("the disk is full")))
+        launch(source, out, 2)
+    assert noted(out) == LAYERS
+    (out / remains.INCOMPLETE / remains.PROGRESS.format(7)).touch()
+    made = count_loads(monkeypatch)
+    for report in launch(source, out, 3):
+        assert isinstance(report, ConversionReport), report
+    assert snapshot(out) == whole and made == []
 
 
 class Survivor:
@@ -188,7 +208,7 @@ class Survivor:
         lead, self._other = [self._pool.submit(convert, source, out, **options, world=world) for world in worlds]
         assert isinstance(lead.exception(), SystemExit)
         said = json.loads(self._lock.read_bytes())
-        self._lock.write_text(json.dumps(said | {"boot": "an earlier boot"}))  # what a killed process's lock says
+        self._lock.write_text(json.dumps(said | {"started": "1"}))  # what a killed process's lock says
         self.nonce = said["nonce"]
 
     def submit(self, *args: Any, **options: Any) -> concurrent.futures.Future[Any]:
@@ -257,7 +277,7 @@ def test_what_an_earlier_launch_left_is_no_word_of_this_one(
     out = tmp_path / "out"
     (out / remains.INCOMPLETE).mkdir(parents=True)
     with monkeypatch.context() as patch:
-        gone = presence.Process(presence.this_process().host, "an earlier boot", 1, "1")
+        gone = dataclasses.replace(presence.this_process(), started="1")
         patch.setattr(presence, "this_process", lambda: gone)
         patch.setattr(presence.Presence, "_beat", lambda self: None)
         lock = presence.Presence(out / remains.INCOMPLETE / remains.LOCK, launch="this")
