@@ -69,8 +69,8 @@ def _rope_parameters(config: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _one_rope_style(config: Mapping[str, Any], key: str) -> dict[str, Any]:
-    given = config[key]
-    if isinstance(given, Mapping) and "layer_types" in config and set(given) <= set(config["layer_types"]):
+    given, types = config[key], config.get("layer_types")
+    if isinstance(given, Mapping) and isinstance(types, list | tuple) and all(name in types for name in given):
         return dict(given)  # one set for each type of layer
     if not isinstance(given, Mapping) or any(isinstance(value, Mapping) for value in given.values()):
         raise UnsupportedModelError(

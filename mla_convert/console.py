@@ -100,7 +100,10 @@ def error_boundary() -> Iterator[None]:
         if not _out_of_memory(error):
             raise
         LOGGER.debug("where the error was raised", exc_info=error)
-        _fail("there is not enough memory for this; take fewer or shorter sequences", EXIT_FAULTY_INPUT)
+        _fail(
+            "there is not enough memory for this; free some, or ask for less at once (workers, sequences, tokens)",
+            EXIT_FAULTY_INPUT,
+        )
 
 
 def _out_of_memory(error: BaseException) -> bool:
@@ -112,10 +115,15 @@ def _out_of_memory(error: BaseException) -> bool:
 def _fail(message: str, code: int) -> None:
     from rich.text import Text
 
-    # Not wrapped, and line breaks in names shown as \\n: one error stays one line in a log.
-    line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in message)
-    make_console(stderr=True).print(Text.assemble(("error: ", "bold red"), line), soft_wrap=True)
+    # Not wrapped: one error stays one line in a log.
+    line = Text.assemble(("error: ", "bold red"), _printable(message))
+    make_console(stderr=True).print(line, soft_wrap=True)
     raise SystemExit(code)
+
+
+def _printable(text: str) -> str:
+    """A text on one line: line breaks and control characters, which names in a file may hold, as ``\\n``."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def _silence_standard_output() -> None:
@@ -154,7 +162,7 @@ class Output:
         for position, column in enumerate(columns):
             table.add_column(column, justify="right" if position else "left")
         for row in rows:
-            table.add_row(*row)
+            table.add_row(*map(_printable, row))
         self.console.print(table, markup=False)
 
     def facts(self, facts: Mapping[str, str]) -> None:
@@ -164,13 +172,13 @@ class Output:
 
         grid = Table.grid(padding=(0, 2))
         for name, value in facts.items():
-            grid.add_row(name, Text(value))
+            grid.add_row(name, Text(_printable(value)))
         self.console.print(grid)
 
     def notes(self, lines: Sequence[str]) -> None:
         """Print remarks, a line each, never folded, so that a path can be copied."""
         for line in lines:
-            self.console.print(line, markup=False, soft_wrap=True)
+            self.console.print(_printable(line), markup=False, soft_wrap=True)
 
     def json(self, payload: Mapping[str, Any]) -> None:
         """Write the command's result where ``--json`` asked for it; without ``--json``, nowhere."""

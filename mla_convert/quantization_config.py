@@ -115,7 +115,8 @@ def _gptq(given: Mapping[str, Any]) -> Quantization:
     bits = _one(given, "bits", None, (4, 8))
     stored = given.get("checkpoint_format") or given.get("format") or "gptq"
     _one({"checkpoint_format": stored}, "checkpoint_format", None, ("gptq", "gptq_v2"))
-    special = [name for name in given.get("dynamic") or {} if not name.startswith("-:")]
+    dynamic = _object(given.get("dynamic") or {}, "dynamic")
+    special = [name for name in dynamic if not name.startswith("-:")]
     if special:
         raise _refuse(f"dynamic settings for {special[0]!r}", "one setting for all modules")
     scheme = SourceScheme("gptq", bits, _group(given, default=128), symmetric=False, zero_offset=int(stored == "gptq"))
@@ -176,7 +177,33 @@ def _compressed_tensors(given: Mapping[str, Any]) -> Quantization:
         for group in groups.values()
         if (scheme := _weights(group.get("weights"), group.get("format") or overall)) is not None
     ]
-    return Quantization("compressed-tensors", tuple(read), _strings(given, "ignore"))
+    ignored = _strings(given, "ignore")
+    return Quantization("compressed-tensors", tuple(read), ignored, literal=True, rotated=_rotated(given))
+
+
+def _rotated(given: Mapping[str, Any]) -> tuple[str, ...]:
+    """Targets of ``transform_config`` whose activations are transformed; what is done to weights is in them already."""
+    transforms = _object(given.get("transform_config") or {}, "transform_config")
+    groups = _object(transforms.get("config_groups") or {}, "transform_config.config_groups")
+    targets: list[str] = []
+    for group in groups.values():
+        applied = _object(group, "a group of transform_config").get("apply") or ()
+        if not isinstance(applied, list | tuple):
+            raise _refuse(f"apply = {applied!r:.80} in transform_config", "lists")
+        for entry in applied:
+            if not str(_object(entry, "apply").get("location")).startswith("weight_"):
+                targets += _strings({"targets": _listed(entry.get("targets"))}, "targets")
+    return tuple(targets)
+
+
+def _object(given: Any, what: str) -> Mapping[str, Any]:
+    if not isinstance(given, Mapping):
+        raise _refuse(f"{what} = {given!r:.80}", "objects")
+    return given
+
+
+def _listed(given: Any) -> Any:
+    return [given] if isinstance(given, str) else given
 
 
 # compressed-tensors' format -> row of FORMATS. In a mixture each group has its own, or its arguments tell.
@@ -198,9 +225,11 @@ def _weights(weights: Any, stored: Any) -> SourceScheme | None:
         return None
     if not isinstance(weights, Mapping):
         raise _refuse(f"weights = {weights!r:.80}", "objects")
-    if stored not in _CT_FORMATS:
+    if stored not in tuple(_CT_FORMATS):
         raise _refuse(f"format = {stored!r}", ", ".join(name for name in _CT_FORMATS if name))
     bits, kind = weights.get("num_bits", 8), str(weights.get("type", "int")).lower()
+    if type(bits) is not int:
+        raise _refuse(f"num_bits = {bits!r:.80}", "whole numbers")
     format = _CT_FORMATS[stored] or _CT_KINDS.get((kind, bits), "pack-quantized")
     if (format, kind, bits) not in _CT_READABLE:
         raise _refuse(f"weights of {bits} bits of type {kind!r} in the format {format!r}", "the forms in the README")

@@ -25,7 +25,7 @@ _BESIDE = re.compile(
 )
 _PARTS = tuple({suffix for form in FORMATS.values() for part in form.parts for suffix in part.suffixes})
 _PACKED = {form.codes for form in FORMATS.values()} - {"weight"}
-_MODULE = re.compile(r"(.*?)\.?(weight\..+|[^.]+)")
+_MODULE = re.compile(r"(.*?)\.?(weight\..+|[^.]+)", re.DOTALL)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,10 +54,12 @@ class QuantizedWeight:
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """The module of a stored tensor and what it is there: ``a.b.weight`` and ``a.b.weight.absmax`` are of ``a.b``."""
+    """The module of a stored tensor and what it is there: ``a.b.weight`` and ``a.b.weight.absmax`` are of ``a.b``.
+
+    A name that ends in a dot, or has no letter, is nothing of any module.
+    """
     match = _MODULE.fullmatch(name)
-    assert match is not None
-    return match[1], match[2]
+    return (name, "") if match is None else (match[1], match[2])
 
 
 def find_quantized(
@@ -114,6 +116,11 @@ def _of_module(
         raise FormatError(
             f"{codes.name} is stored in codes ({plain(codes.dtype)}), and the config's quantization_config lists "
             f"{module} among the modules that are not quantized; take the config.json that belongs to the checkpoint"
+        )
+    if quantization.rotates(module):
+        raise FormatError(
+            f"{module} is among the modules whose activations the config's transform_config rotates when the model "
+            "runs, so that its weights alone are not the model's; take a checkpoint without such transforms"
         )
     parts = _parts(module, stored, form, scheme)
     if len(codes.shape) != 2:

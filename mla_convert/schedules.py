@@ -95,6 +95,11 @@ def sliding_apart(config: Mapping[str, Any]) -> Iterable[Place]:
     for index in range(count):
         if isinstance(listed, Mapping):
             changes = listed.get(str(index), listed.get(index)) or _NOTHING
+            if not isinstance(changes, Mapping):
+                raise UnsupportedModelError(
+                    f"the config's per_layer_config gives {changes!r:.80} for layer {index}; needed is an object: take "
+                    "the config.json that belongs to the checkpoint"
+                )
         elif types is None:
             slides = bool(config.get("use_sliding_window", True)) and index >= 2 and index % 4 != 1
             changes = sliding if slides else _NOTHING

@@ -13,6 +13,7 @@ import json
 import math
 import os
 import pathlib
+import stat
 from collections.abc import Callable
 from typing import Any
 
@@ -41,6 +42,7 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 _LARGEST_HEADER = 100_000_000  # the format's own limit
+_LARGEST_SIZE = 2**63  # of a tensor in bytes, its empty dimensions not counted: beyond it PyTorch has no shape
 _AGAIN = "fetch the file again"
 
 
@@ -82,7 +84,10 @@ def read_metadata(file: pathlib.Path) -> dict[str, str]:
 def _read_header(file: pathlib.Path) -> tuple[bytes, int]:
     """The header's JSON, and the size of the file."""
     try:
-        size = file.stat().st_size
+        status = file.stat()
+        if not stat.S_ISREG(status.st_mode):  # opening a pipe would wait for somebody who writes
+            raise CheckpointError(f"{file} is not a file; {_AGAIN}")
+        size = status.st_size
         with file.open("rb") as stream:
             start = stream.read(8)
             length = int.from_bytes(start, "little")
@@ -150,6 +155,7 @@ def _piece(file: pathlib.Path, name: str, entry: Any, base: int) -> Piece:
     try:
         code, shape, (start, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
         sound = isinstance(code, str) and all(type(number) is int and number >= 0 for number in (*shape, start, end))
+        name.encode()  # half a character, which JSON can spell, is in no text
     except (KeyError, TypeError, ValueError):
         sound = False
     if not sound:
@@ -161,6 +167,8 @@ def _piece(file: pathlib.Path, name: str, entry: Any, base: int) -> Piece:
         raise CheckpointError(
             f"{name} in {file} has {end - start} bytes, but shape {list(shape)} in {code} needs {nbytes}; {_AGAIN}"
         )
+    if math.prod(size or 1 for size in shape) * DTYPES[code].itemsize >= _LARGEST_SIZE:
+        raise CheckpointError(f"{name} in {file} has shape {list(shape)!r:.100}, larger than any tensor; {_AGAIN}")
     return Piece(file, name, shape, DTYPES[code], base + start, nbytes)
 
 

@@ -62,29 +62,35 @@ class Quantization:
     """A config's ``quantization_config``: schemes with the modules they are for, and the modules left as they were.
 
     Modules are named exactly, by ``re:`` and an expression that matches from the start, by wildcards, or by whole
-    words of their path; a name without dots that begins with a capital stands for a class and so for every module. An
-    exact name goes before a pattern, and that before a class. ``unreadable`` says why nothing stored in codes can be
-    read, where that is so; plain weights can be all the same.
+    words of their path; a name without dots that begins with a capital stands for a class (:func:`stands_for`). An
+    exact name goes before a pattern, and that before a class; of several of one kind the first in the alphabet decides,
+    and of several groups with one target the last, as in compressed-tensors. ``literal`` says that modules are not
+    ignored for some words of their path. ``rotated`` are modules whose activations are transformed before or after, so
+    that their weights alone are not the model's. ``unreadable`` says why nothing stored in codes can be read, where
+    that is so; plain weights can be all the same.
     """
 
     method: str
     groups: tuple[tuple[tuple[str, ...], SourceScheme], ...] = ()
     ignored: tuple[str, ...] = ()
+    literal: bool = False
+    rotated: tuple[str, ...] = ()
     unreadable: str | None = None
 
     def scheme(self, module: str) -> SourceScheme | None:
         """The scheme of a module that is stored in codes; None where the config has none for it."""
-        fitting = [
-            (_rank(target), number)
-            for number, (targets, _) in enumerate(self.groups)
-            for target in targets
-            if stands_for(target, module)
-        ]
-        return self.groups[min(fitting)[1]][1] if fitting else None
+        schemes = {target: scheme for targets, scheme in self.groups for target in targets}
+        fitting = [(_rank(target), target) for target in schemes if stands_for(target, module)]
+        return schemes[min(fitting)[1]] if fitting else None
 
     def ignores(self, module: str) -> bool:
         """Whether the config lists the module among those left as they were."""
-        return any(stands_for(pattern, module) for pattern in self.ignored)
+        entries = self.ignored if not self.literal else [e for e in self.ignored if e == module or _rank(e)]
+        return any(stands_for(entry, module) for entry in entries)
+
+    def rotates(self, module: str) -> bool:
+        """Whether the config says that the module's activations are transformed when the model runs."""
+        return any(stands_for(entry, module) for entry in self.rotated)
 
 
 def _rank(target: str) -> int:
@@ -96,12 +102,19 @@ def _is_class(target: str) -> bool:
 
 
 def stands_for(pattern: str, module: str) -> bool:
-    """Whether an entry of a config's list stands for a module."""
+    """Whether an entry of a config's list stands for a module.
+
+    Files do not say of which class a module is: ``Embedding`` stands for those that embed, a class with ``Linear`` in
+    its name for all others, and any other class, which has no weight of its own, for none.
+    """
     if pattern.startswith("re:"):
         return _expression(pattern.removeprefix("re:")).match(module) is not None
     if any(wildcard in pattern for wildcard in "*?["):
         return fnmatch.fnmatchcase(module, pattern)
-    return _is_class(pattern) or f".{pattern.strip('.')}." in f".{module}."
+    if _is_class(pattern):
+        embeds = "embed" in module.rpartition(".")[2]
+        return embeds if pattern == "Embedding" else "Linear" in pattern and not embeds
+    return f".{pattern.strip('.')}." in f".{module}."
 
 
 @functools.cache

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from spoiling import edit, single
 from variants import (
     attention_weights,
     config_v3,
@@ -28,6 +29,7 @@ from variants import (
 )
 
 from mla_convert.checkpoint import Checkpoint, tensor_digest
+from mla_convert.conversion import convert
 from mla_convert.errors import CheckpointError
 from mla_convert.source_schemes import SourceScheme
 
@@ -330,3 +332,13 @@ def test_a_shard_may_hold_more_than_the_index_says(tmp_path: pathlib.Path) -> No
     write_checkpoint(tmp_path, config, attention_weights(config), {"a": torch.ones(1)})
     save_file({"a": torch.ones(1), "b": torch.ones(2)}, tmp_path / "model-00002-of-00002.safetensors")
     assert "b" in Checkpoint.open(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["", ".", "a.", "..", "a\nb.weight", "../../a.weight", "weight", "ä b.weight"])
+def test_any_name_may_stand_beside_the_model_s(name: str, tmp_path: pathlib.Path) -> None:
+    """safetensors names are any text; those that are none of the model's are carried along."""
+    single(tmp_path / "source")
+    edit(tmp_path / "source", lambda tensors: tensors.update({name: torch.arange(3.0)}))
+    assert Checkpoint.open(tmp_path / "source").read(name).tolist() == [0, 1, 2]
+    convert(tmp_path / "source", tmp_path / "hf", target="hf")
+    assert Checkpoint.open(tmp_path / "hf").read(name).tolist() == [0, 1, 2]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import pathlib
 import shutil
 from collections.abc import Callable
@@ -113,6 +114,13 @@ SINGLE: dict[str, Case] = {
     "three offsets": Case(entry(data_offsets=[0, 4, 8]), ("describes a in a damaged way",)),
     "shape and bytes differ": Case(entry(shape=[3]), ("a in", "has 8 bytes", "shape [3] in F32 needs 12")),
     "enormous shape": Case(entry(shape=[2**62, 2**62]), ("has 8 bytes",)),
+    "empty and enormous": Case(entry(shape=[0, 2**63], data_offsets=[0, 0]), ("a in", "larger than any tensor")),
+    "half a character": Case(
+        header('{"\\ud800": {"dtype": "F32", "shape": [], "data_offsets": [0, 4]}}', bytes(4)), ("in a damaged way",)
+    ),
+    "a pipe": Case(
+        lambda f: (remove("model.safetensors")(f), os.mkfifo(f / "model.safetensors")), ("model.safetensors is not a",)
+    ),
     "a gap": Case(entry(data_offsets=[4, 12]), ("leaves a gap or an overlap before a",)),
     "missing tensor": Case(drop(KV_B), ("layer 0 lacks", KV_B, "fetch it again")),
     "missing norm": Case(drop(f"{PREFIX}.kv_a_layernorm.weight"), ("layer 0 lacks", "kv_a_layernorm")),

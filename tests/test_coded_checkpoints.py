@@ -17,6 +17,7 @@ import mla_convert
 from mla_convert.checkpoint import Checkpoint
 from mla_convert.conversion import convert
 from mla_convert.errors import FormatError, MismatchError
+from mla_convert.quantization_config import parse_quantization
 from mla_convert.storage import AbsorbedCheckpoint
 
 KV_B = "model.layers.0.self_attn.kv_b_proj.weight"
@@ -394,3 +395,74 @@ def test_sizes_cut_blocks_and_groups() -> None:
     """The forms are tried on sizes that no block or group divides."""
     config = config_v3(**SIZES)
     assert all(size % 16 for size in (config["hidden_size"], config["q_lora_rank"], config["kv_lora_rank"]))
+
+
+def only_kv_b(folder: pathlib.Path, coded: Form, config: dict[str, Any]) -> torch.Tensor:
+    """A checkpoint whose kv_b_proj is stored in a form, and the rest of its attention plain; gives the values."""
+    plain = attention_weights(coded_config(coded), dtype=torch.bfloat16)
+    tensors, values = coded.draw(tuple(plain.pop(KV_B).shape), 5)
+    stored = plain | {f"{MODULE}.{suffix}": tensor for suffix, tensor in tensors.items()}
+    write_checkpoint(folder, coded_config(coded, quantization_config=config), stored)
+    return values
+
+
+def test_groups_for_other_classes(tmp_path: pathlib.Path) -> None:
+    """A projection is no Embedding, whichever group stands first."""
+    form = FORMS["pack-quantized, groups"]
+    group = form.config["config_groups"]["group_0"]
+    eight = ct_group("int-quantized", 8, strategy="channel") | {"targets": ["Embedding", "DeepseekV3MoE"]}
+    config = ct(group, overall="mixed-precision", ignore=("Embedding",))
+    config["config_groups"] = {"group_0": eight, "group_1": group}
+    values = only_kv_b(tmp_path, form, config)
+    assert close(Checkpoint.open(tmp_path).weight(KV_B, torch.float32), values, form)
+    parsed = parse_quantization({"quantization_config": config})
+    assert parsed is not None
+    embedding = parsed.scheme("model.embed_tokens")
+    assert embedding is not None and embedding.format == "int-quantized"
+    assert parsed.ignores("model.embed_tokens") and not parsed.ignores("lm_head")
+
+
+def test_of_two_expressions_the_first_in_the_alphabet_decides(tmp_path: pathlib.Path) -> None:
+    """As compressed-tensors has it: not the first group."""
+    from compressed_tensors.utils.match import match_targets
+
+    form = FORMS["pack-quantized, groups"]
+    group = form.config["config_groups"]["group_0"]
+    eight = ct_group("int-quantized", 8, strategy="channel") | {"targets": ["re:.*self_attn.*"]}
+    config = ct(group, overall="mixed-precision", ignore=())
+    config["config_groups"] = {"group_0": eight, "group_1": group | {"targets": ["re:.*kv_b_proj"]}}
+    theirs = match_targets(MODULE, torch.nn.Linear(1, 1), ["re:.*self_attn.*", "re:.*kv_b_proj"])
+    assert theirs[0] == "re:.*kv_b_proj"
+    values = only_kv_b(tmp_path, form, config)
+    assert close(Checkpoint.open(tmp_path).weight(KV_B, torch.float32), values, form)
+
+
+def test_an_ignored_name_that_is_no_module_s(tmp_path: pathlib.Path) -> None:
+    """compressed-tensors takes names for whole ones, and so quantizes what a part of a path was to leave out."""
+    form = FORMS["pack-quantized, groups"]
+    group = form.config["config_groups"]["group_0"]
+    values = only_kv_b(tmp_path, form, ct(group, ignore=("self_attn.kv_b_proj", "lm_head")))
+    assert close(Checkpoint.open(tmp_path).weight(KV_B, torch.float32), values, form)
+    for whole in (MODULE, "re:.*self_attn.kv_b_proj"):
+        set_config(tmp_path, quantization_config=ct(group, ignore=(whole,)))
+        with pytest.raises(FormatError, match="among the modules that are not quantized"):
+            Checkpoint.open(tmp_path)
+
+
+@pytest.mark.parametrize("where", ["input", "output"])
+def test_weights_of_rotated_activations(where: str, tmp_path: pathlib.Path) -> None:
+    """What is turned back when the model runs is no weight of the model's; a turn that is in the weights is."""
+    form = FORMS["pack-quantized, groups"]
+
+    def turned(location: str, *targets: str) -> dict[str, Any]:
+        applied = [{"targets": list(targets), "location": location}]
+        transforms = {"config_groups": {"R": {"type": "hadamard", "apply": applied}}}
+        return ct(form.config["config_groups"]["group_0"]) | {"transform_config": transforms}
+
+    values = only_kv_b(tmp_path, form, turned(f"weight_{where}", "Linear"))
+    assert close(Checkpoint.open(tmp_path).weight(KV_B, torch.float32), values, form)
+    set_config(tmp_path, quantization_config=turned(where, "re:.*down_proj$"))
+    assert close(Checkpoint.open(tmp_path).weight(KV_B, torch.float32), values, form)
+    set_config(tmp_path, quantization_config=turned(where, "re:.*kv_b_proj$"))
+    with pytest.raises(FormatError, match="kv_b_proj is among the modules whose activations .* rotates"):
+        Checkpoint.open(tmp_path)

@@ -18,7 +18,7 @@ from mla_convert.errors import CheckpointError, UsageError
 from mla_convert.jsonable import jsonable
 from mla_convert.units import format_bytes
 
-NO_MEMORY = "there is not enough memory for this; take fewer or shorter sequences"
+NO_MEMORY = "there is not enough memory for this; free some, or ask for less at once (workers, sequences, tokens)"
 
 
 @pytest.mark.parametrize(
