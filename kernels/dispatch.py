@@ -144,7 +144,8 @@ def absorbed_decode(
         block_table: int [B, pages per sequence], page numbers in order; entries past the end are never used.
             Those that are used must be pages of the cache: on a CPU others are refused; on an accelerator they
             are not looked at (that would wait for the device), and memory outside the cache is read.
-        indices: int [B,S,K], the only positions each new token may see; −1 for none.
+        indices: int [B,S,K], the only positions each new token may see; −1 for none. Others inside ``kv_lens`` may be
+            read as well, where that is no more work.
         sinks: [H] logits that take weight and have no value.
         latent_scale: of a coded cache: a number, a scalar tensor, one per token ([B,T] or
             [pages, page]) or one per group ([..., groups]).

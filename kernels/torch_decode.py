@@ -19,6 +19,7 @@ from mla_convert.kernels.arguments import DecodeArguments, LatentScale
 from mla_convert.kernels.dense import Result, attend, nothing
 from mla_convert.kernels.history import decode_latent
 from mla_convert.kernels.merging import merge, with_sinks
+from mla_convert.kernels.selecting import ungathered
 from mla_convert.kernels.tracing import being_traced
 
 #: Tokens of a coded or paged history that are made numbers at once.
@@ -32,6 +33,8 @@ def torch_decode(args: DecodeArguments) -> Result:
     on_host = args.q_latent.device.type == "cpu" and not being_traced()
     if args.q_latent.numel() == 0:
         return nothing(args.q_latent)
+    if on_host and args.indices is not None:
+        args = ungathered(args)
     if args.indices is not None:
         out, lse = _gathered(args)
     elif args.kv_lens is None and args.block_table is None and not args.coded:

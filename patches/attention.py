@@ -19,7 +19,7 @@ from mla_convert.patches.cache import adopt, check_model, handing_layer
 from mla_convert.patches.call import Call, Handover
 from mla_convert.patches.keywords import MASKED, check_known, looks_ahead, needs_original
 from mla_convert.patches.layer import AbsorbedLayer, layer_of, wants_gradients
-from mla_convert.patches.masks import representable, without_empty_end
+from mla_convert.patches.masks import end_of, representable, without_empty_end
 from mla_convert.patches.originals import KNOWN, PREFIX, function_of, original_of, register, run_original
 from mla_convert.patches.seeing import seen_by
 from mla_convert.patches.selection import selected
@@ -58,9 +58,8 @@ def latent_attention(
     layer = layer_of(module)
     call = None if layer is None else layer.slot.get()
     whole = kwargs.get("position_bias") is not None or (attention_mask is None and looks_ahead(kwargs))
-    chooses = kwargs.get("indices") is not None or (call is not None and call.selection is not None)
-    if call is not None and call.expands_capacity and original in MASKED and not chooses and not whole:
-        key, value, attention_mask = without_empty_end(key, value, attention_mask, query.shape[2])
+    if call is not None and call.expands_capacity and original in MASKED and not whole:
+        key, value, attention_mask = without_empty_end(key, value, attention_mask, query.shape[2], call.selection)
     run = functools.partial(
         run_original, original, module, query, mask=attention_mask, scaling=scaling, dropout=dropout, kwargs=kwargs
     )
@@ -114,7 +113,8 @@ def begin_call(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
     prefill = hidden.shape[-2] > 1
     if not tracing and (absorbed or (possible and prefill and hidden.device.type != "cpu")):
         layer.follow_weights(module, decoding=not prefill)
-    call = Call(absorbed, capacity=bool(getattr(cache, "is_compileable", False)))
+    # Attention weights are asked for over all that the cache has room for, as the original gives them.
+    call = Call(absorbed, capacity=bool(getattr(cache, "is_compileable", False)) and not weights_asked)
     if absorbed and stored is not None:
         call.stored = stored
         call.handover = stored.handover = Handover()
@@ -144,6 +144,8 @@ def _cheaper_absorbed(module: nn.Module, layer: AbsorbedLayer, q_len: int, cache
     kv_len, mask = q_len, given.get("attention_mask")
     if isinstance(mask, Tensor) and mask.dim() == 4:
         kv_len = mask.shape[-1]
+        if q_len > 1 and getattr(cache, "is_compileable", False):
+            kv_len = end_of(mask, kv_len)
     elif cache is not None and q_len > 1 and not (mask is None and getattr(cache, "is_compileable", False)):
         kv_len = cache.get_mask_sizes(q_len, module.layer_idx)[0]
     cheaper = layer.prefers_absorbed(q_len, kv_len, selected(module, given))

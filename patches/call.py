@@ -64,7 +64,7 @@ class Call:
     @property
     def expands_capacity(self) -> bool:
         """Whether all that the cache can hold would be expanded, filled or not."""
-        return self.capacity and not self.absorbed and self.selection is None
+        return self.capacity and not self.absorbed
 
 
 class CallSlot:

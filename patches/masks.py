@@ -108,22 +108,41 @@ def causal(q_len: int, kv_len: int, device: torch.device) -> torch.Tensor:
 
 
 def without_empty_end(
-    key: torch.Tensor, value: torch.Tensor, mask: Any, q_len: int
+    key: torch.Tensor, value: torch.Tensor, mask: Any, q_len: int, selection: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, Any]:
     """``key`` and ``value`` [B,1,T,·] of a cache that hands out its capacity, up to where the S tokens may see.
 
-    Without a mask S positions count; a boolean mask is read where that costs no synchronisation.
+    A ``selection`` [B,S,K] stands in for the mask. With neither, S positions count.
     """
     kv_len = key.shape[2]
-    if mask is None:
+    if selection is not None:
+        stop = end_of_choice(selection, kv_len)
+    elif mask is not None:
+        stop = end_of(mask, kv_len)
+    else:
         stop = q_len if 1 < q_len < kv_len else kv_len
-        return key[:, :, :stop], value[:, :, :stop], None
+    if stop == kv_len:
+        return key, value, mask
+    return key[:, :, :stop], value[:, :, :stop], None if mask is None else mask[..., :stop]
+
+
+def end_of(mask: Any, kv_len: int) -> int:
+    """One past the last position that a boolean mask [B,1,S,≥T] shows to any token; T where that is not known.
+
+    The mask is read where that costs no synchronisation, and not in compiled code.
+    """
     boolean = isinstance(mask, torch.Tensor) and mask.dim() == 4 and mask.dtype == torch.bool
     if not boolean or mask.device.type != "cpu" or being_traced():
-        return key, value, mask
-    seen = mask.flatten(0, 2).any(dim=0).nonzero()
-    stop = int(seen[-1]) + 1 if len(seen) else kv_len
-    return key[:, :, :stop], value[:, :, :stop], mask[..., :stop]
+        return kv_len
+    seen = mask[..., :kv_len].flatten(0, 2).any(dim=0).nonzero()
+    return int(seen[-1]) + 1 if len(seen) else kv_len
+
+
+def end_of_choice(selection: torch.Tensor, kv_len: int) -> int:
+    """The same for positions [B,S,K] that alone say what is visible."""
+    if selection.device.type != "cpu" or being_traced() or not selection.numel():
+        return kv_len
+    return min(kv_len, max(1, int(selection.max()) + 1))
 
 
 def additive(

@@ -9,7 +9,7 @@ from torch import Tensor
 from mla_convert.errors import PatchError
 from mla_convert.patches.call import Call
 from mla_convert.patches.layer import Seen
-from mla_convert.patches.masks import as_bool, causal, restricted, visibility
+from mla_convert.patches.masks import as_bool, causal, end_of, end_of_choice, restricted, visibility
 from mla_convert.patches.selection import fold
 
 
@@ -24,6 +24,8 @@ def seen_by(query: Tensor, kv_len: int, mask: Any, call: Call, kwargs: dict[str,
         )
     if call.selection is not None:
         indices, mask = call.selection, None
+    if call.capacity:
+        kv_len = end_of(mask, kv_len) if call.selection is None else end_of_choice(call.selection, kv_len)
     if indices is None:
         return Seen(
             visibility(mask, batch, q_len, kv_len, capacity=call.capacity, lower_right=lower_right), sinks=sinks

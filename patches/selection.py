@@ -12,18 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mla_convert.kernels.selecting import chosen
 from mla_convert.patches.layer import AbsorbedLayer
 
 #: The method by which GLM-5.3-Flash makes a mask of its selection.
 METHOD = "build_attention_mask_from_topk"
-
-
-def chosen(indices: Tensor, kv_len: int) -> Tensor:
-    """``indices`` [B,S,K] as bool [B,S,T]: True at the positions named; −1 and positions past the end name none."""
-    inside = (indices >= 0) & (indices < kv_len)
-    columns = torch.where(inside, indices, kv_len).to(torch.int64)
-    out = torch.zeros(*indices.shape[:2], kv_len + 1, dtype=torch.bool, device=indices.device)
-    return out.scatter_(-1, columns, True)[..., :kv_len]
 
 
 def fold(mask: Tensor | None, indices: Tensor, kv_len: int) -> Tensor:

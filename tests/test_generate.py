@@ -8,11 +8,12 @@ import pathlib
 from typing import Any
 
 import models
+import older
 import pytest
 import torch
 from generation import TEXTS, Subject, check_patched, check_same, generated, small, trained
 from patching import BOUND
-from transformers import AutoTokenizer, LogitsProcessor, LogitsProcessorList, PreTrainedModel, pipeline
+from transformers import AutoTokenizer, LogitsProcessor, LogitsProcessorList, PreTrainedModel, StaticCache, pipeline
 
 import mla_convert
 from mla_convert.errors import PatchError
@@ -158,6 +159,25 @@ def test_continuous_batching_is_refused_at_the_call(how: str) -> None:
     assert "init_continuous_batching" not in vars(model)
 
 
+def test_a_patched_inner_model_generates_in_the_outer_one(runs: list[int]) -> None:
+    model, ids = models.deepseek_v3(), models.tokens(2, 6)
+    expected = generated(model, ids)
+    with mla_convert.patched(model.model):
+        check_same(generated(model, ids), expected)
+    assert runs.count(1) == 18 and model.config._attn_implementation == "sdpa"
+
+
+@older.lacks("a check of the attention implementation before continuous batching")
+def test_continuous_batching_over_a_patched_inner_model_is_refused() -> None:
+    """It does not reach our refusal: transformers refuses what it does not know, at the call."""
+    model, ids = models.deepseek_v3(), models.tokens(2, 6)
+    with (
+        mla_convert.patched(model.model),
+        pytest.raises(ValueError, match=r"(?s)mla_latent_over_sd.*continuous batching"),
+    ):
+        model.generate_batch([row.tolist() for row in ids], max_new_tokens=3)
+
+
 def test_attention_weights_run_expanded_and_say_so(runs: list[int], caplog: pytest.LogCaptureFixture) -> None:
     model, ids = models.deepseek_v3(attn="eager"), models.tokens(2, 8)
     options = {"output_attentions": True, "return_dict_in_generate": True, "max_new_tokens": 4, "do_sample": False}
@@ -174,6 +194,23 @@ def test_attention_weights_run_expanded_and_say_so(runs: list[int], caplog: pyte
         assert len(ours) == 2
         for a, b in zip(ours, theirs, strict=True):
             assert a.shape == b.shape and float((a - b).abs().max()) <= BOUND
+
+
+@torch.no_grad()
+def test_attention_weights_over_a_static_cache() -> None:
+    """As wide as the cache has room for, as the original's, prefill and step."""
+    model, ids = models.deepseek_v3(attn="eager"), models.tokens(2, 8)
+
+    def weights() -> tuple[torch.Tensor, ...]:
+        cache, found = StaticCache(config=model.config, max_cache_len=20), []
+        for part in (ids[:, :7], ids[:, 7:]):
+            found += model(part, cache=cache, output_attentions=True).attentions
+        return tuple(found)
+
+    expected = weights()
+    with mla_convert.patched(model):
+        found = weights()
+    assert models.worst(found, expected) <= BOUND and expected[0].shape[-1] == 20
 
 
 def test_pipeline(example_path: pathlib.Path) -> None:

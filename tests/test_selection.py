@@ -16,9 +16,10 @@ from transformers import DynamicCache
 import mla_convert
 from mla_convert.errors import PatchError
 from mla_convert.kernels import torch_decode
+from mla_convert.kernels.selecting import chosen
 from mla_convert.patches import layer, originals
 from mla_convert.patches.seeing import with_indices
-from mla_convert.patches.selection import chosen, fold
+from mla_convert.patches.selection import fold
 
 SPARSE = [
     name

@@ -73,7 +73,7 @@ def masked(args: Any) -> dict[str, Any]:
     """A selection as a mask over the whole history."""
     if args.indices is None:
         return {}
-    from mla_convert.patches.selection import chosen
+    from mla_convert.kernels.selecting import chosen
 
     seen = chosen(args.indices, args.kv_len)
     return {"indices": None, "mask": seen if args.mask is None else args.mask & seen}

@@ -170,9 +170,21 @@ FAMILY_ROWS = (
     ),
     Row(
         "sparse attention over a StaticCache",
+        "all that there is room for is looked at",
+        (("mla_convert.patches.seeing:end_of", lambda original: lambda mask, kv_len: kv_len),),
+        ("tests/test_static_work.py::test_the_attention_function_touches_what_is_stored[deepseek_v32]",),
+    ),
+    Row(
+        "sparse attention gathers what is seen",
         "what was chosen and is not seen is gathered, too",
         (("mla_convert.kernels.torch_decode:_without_unseen", lambda original: lambda at, valid: (at, valid)),),
-        ("tests/test_generate_static.py::test_every_family_s_work_follows_the_tokens_used[deepseek_v32]",),
+        ("tests/test_decode.py::test_what_is_chosen_but_not_seen_is_not_gathered",),
+    ),
+    Row(
+        "sparse attention expands what is stored of a StaticCache",
+        "it expands all that there is room for",
+        (("mla_convert.patches.masks:end_of", lambda original: lambda mask, kv_len: kv_len),),
+        ("tests/test_static_work.py::test_an_expanded_prefill_expands_what_is_stored[deepseek_v32]",),
     ),
     Row(
         "absorbed weights of offloaded modules go with them",
