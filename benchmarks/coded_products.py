@@ -2,14 +2,15 @@
 
     python benchmarks/coded_products.py [--dims example v2-lite v3] [--dtype bfloat16] [--threads 1 2] [--json FILE]
 
-What decides how a patched model uses a quantized sidecar on a CPU. "plain" is the weight dequantized once, kept in the
-model's dtype. Candidates take turns on several layers' weights, so that none stays in the cache; medians in
-microseconds, and the speed over plain. The last line says what ``patches/coded.py:CPU_PRODUCTS`` has to hold. The rule:
+What decides how a patched model uses a quantized sidecar on a CPU, and what ``codes="keep"`` costs. "plain" is the
+weight dequantized once, kept in the model's dtype; "each call" keeps its codes and dequantizes them anew. Candidates
+take turns on several layers' weights, so that none stays in the cache; medians in microseconds, and the speed over
+plain. The last line says what ``patches/coded.py:CPU_PRODUCTS`` has to hold. The rule:
 
     A packed product is used where it was faster than the plain one in bfloat16 at V2-Lite's and at V3's dimensions, at
     each in the median over thread counts. Smaller matrices are measured beside them and do not decide.
 
-Without options, bfloat16 at all dimensions and the other dtypes at V2-Lite's, with one thread and two: under three
+Without options, bfloat16 at all dimensions and the other dtypes at V2-Lite's, with one thread and two: under five
 minutes on two quiet cores.
 """
 
@@ -28,10 +29,10 @@ import torch
 from torch import Tensor
 
 from mla_convert.machine import describe_machine
-from mla_convert.patches.coded import INT4, INT8, CodedProjection
+from mla_convert.patches.coded import EACH_CALL, INT4, INT8, CodedProjection
 from mla_convert.quantization import Quantized, quantize
+from mla_convert.schemes import FP8_BLOCKS, Scheme, int4
 from mla_convert.schemes import INT8 as INT8_ROWS
-from mla_convert.schemes import Scheme, int4
 
 #: Heads, rows of a head, C, and how many layers' weights are used in turns.
 DIMS = {"example": (8, 32, 64, 4), "v2-lite": (16, 128, 512, 12), "v3": (128, 128, 512, 2)}
@@ -80,9 +81,14 @@ def candidates(dims: str, side: str, dtype: torch.dtype) -> dict[str, list[Calla
     for layer in range(layers):
         generator = torch.Generator().manual_seed(layer)
         weight = torch.randn(heads * rows, columns, generator=generator) * 0.02
-        coded: dict[Scheme, Quantized] = {scheme: quantize(weight, scheme) for scheme in (INT8_ROWS, int4(32))}
+        coded: dict[Scheme, Quantized] = {
+            scheme: quantize(weight, scheme) for scheme in (INT8_ROWS, FP8_BLOCKS, int4(32))
+        }
         found["plain"].append(plain(coded[INT8_ROWS], heads, dtype, over_rows))
         found[PACKED["int8"]].append(CodedProjection(coded[INT8_ROWS], heads, INT8, over_rows=over_rows))
+        for scheme, each in coded.items():
+            anew = CodedProjection(each, heads, EACH_CALL, over_rows=over_rows)
+            found.setdefault(f"{scheme.kind} each call", []).append(anew)
         if over_rows:
             folded = groups_folded(coded[int4(32)], heads, dtype)
             found.setdefault("int4 as int8, groups folded", []).append(folded)

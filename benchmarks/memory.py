@@ -4,9 +4,9 @@
 
 A model of DeepSeek-V2-Lite's attention (16 heads, D 2048, C 512, R 64, N = V = 128) with random weights and next to
 nothing besides, saved and converted in a temporary folder. Each row is a process of its own that loads it, patches it
-as the row says, decodes a few tokens, and reads its resident set (VmRSS of /proc/self/status, so Linux alone); what it
-takes beyond the unpatched model stands beside the bytes of absorbed weights that it holds. ``kv_b_proj`` itself stays,
-for prefill, in every row. One minute.
+as the row says ("kept" is ``codes="keep"``), decodes a few tokens, and reads its resident set (VmRSS of
+/proc/self/status, so Linux alone); what it takes beyond the unpatched model stands beside the bytes of absorbed weights
+that it holds. ``kv_b_proj`` itself stays, for prefill, in every row. Two minutes.
 """
 
 from __future__ import annotations
@@ -33,13 +33,19 @@ from mla_convert.patches.layer import layer_of
 from mla_convert.patches.loading import load_original
 from mla_convert.quiet import no_loading_bars
 
-#: Name of a row -> options of convert; None is the unpatched model, an empty one a patched model in plain numbers.
-ROWS: dict[str, dict[str, Any] | None] = {
+KEEP = {"codes": "keep"}
+#: Name of a row -> form, options of convert and of patch; None is the unpatched model.
+ROWS: dict[str, tuple[str, dict[str, Any], dict[str, Any]] | None] = {
     "unpatched": None,
-    "patched": {},
-    "patched, int8": {"quantize": "int8"},
-    "patched, fp8 128x128": {"quantize": "fp8"},
-    "patched, int4 g32": {"quantize": "int4"},
+    "patched": ("factored", {}, {}),
+    "int8": ("factored", {"quantize": "int8"}, {}),
+    "fp8 128x128": ("factored", {"quantize": "fp8"}, {}),
+    "int4 g32": ("factored", {"quantize": "int4"}, {}),
+    "int8, kept": ("factored", {"quantize": "int8"}, KEEP),
+    "fp8 128x128, kept": ("factored", {"quantize": "fp8"}, KEEP),
+    "int4 g32, kept": ("factored", {"quantize": "int4"}, KEEP),
+    "fused": ("fused", {}, {}),
+    "fused int8": ("fused", {"quantize": "int8"}, {}),
 }
 
 
@@ -52,13 +58,14 @@ def write_model(folder: pathlib.Path, layers: int, dtype: torch.dtype) -> None:
 
 
 @torch.inference_mode()
-def measure_here(folder: str, absorbed: str | None, dtype: torch.dtype) -> dict[str, Any]:
+def measure_here(name: str, folder: str, absorbed: str | None, dtype: torch.dtype) -> dict[str, Any]:
     """In a process of its own: load, patch unless ``absorbed`` is None, decode, and read the resident set."""
+    row = ROWS[name]
     with no_loading_bars():
         model = load_original(folder, dtype=dtype)
     products: list[str] = []
-    if absorbed is not None:
-        products = list(mla_convert.patch(model, absorbed, form="factored").describe().products)
+    if row is not None:
+        products = list(mla_convert.patch(model, absorbed, form=row[0], **row[2]).describe().products)
     cache, ids = DynamicCache(config=model.config), torch.arange(16)[None]
     for at in (slice(0, 12), slice(12, 13), slice(13, 14)):
         model(ids[:, at], **with_cache(model, cache))
@@ -74,9 +81,9 @@ def measure_here(folder: str, absorbed: str | None, dtype: torch.dtype) -> dict[
     return {"resident_bytes": status["VmRSS"], "absorbed_bytes": held, "products": products}
 
 
-def in_a_process(folder: pathlib.Path, absorbed: pathlib.Path | None, dtype: str) -> dict[str, Any]:
+def in_a_process(name: str, folder: pathlib.Path, absorbed: pathlib.Path | None, dtype: str) -> dict[str, Any]:
     """:func:`measure_here` in a new process."""
-    command = [sys.executable, __file__, "--dtype", dtype, "--folder", str(folder)]
+    command = [sys.executable, __file__, "--dtype", dtype, "--row", name, "--folder", str(folder)]
     command += [] if absorbed is None else ["--absorbed", str(absorbed)]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
@@ -88,23 +95,29 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--dtype", default="bfloat16")
     recording.add_json(parser)
+    parser.add_argument("--row", help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     parser.add_argument("--absorbed", help=argparse.SUPPRESS)
     args = parser.parse_args()
     dtype = getattr(torch, args.dtype)
     if args.folder:
-        print(json.dumps(measure_here(args.folder, args.absorbed, dtype)))
+        print(json.dumps(measure_here(args.row, args.folder, args.absorbed, dtype)))
         return
     rows = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = pathlib.Path(temporary) / "model"
         write_model(folder, args.layers, dtype)
-        for name, options in ROWS.items():
+        folders: dict[str, tuple[pathlib.Path, int]] = {}
+        for name, how in ROWS.items():
             absorbed, stored = None, 0
-            if options is not None:
-                absorbed = pathlib.Path(temporary) / f"absorbed-{len(rows)}"
-                stored = mla_convert.convert(folder, absorbed, form="factored", **options).bytes_out
-            row = {"name": name, "stored_bytes": stored} | in_a_process(folder, absorbed, args.dtype)
+            if how is not None:
+                form, options, _ = how
+                key = f"{form}-{options.get('quantize')}"
+                if key not in folders:
+                    out = pathlib.Path(temporary) / key
+                    folders[key] = out, mla_convert.convert(folder, out, form=form, **options).bytes_out
+                absorbed, stored = folders[key]
+            row = {"name": name, "stored_bytes": stored} | in_a_process(name, folder, absorbed, args.dtype)
             row["beyond_unpatched"] = row["resident_bytes"] - (
                 rows[0]["resident_bytes"] if rows else row["resident_bytes"]
             )

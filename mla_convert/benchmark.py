@@ -57,6 +57,7 @@ def bench(
     dtype: str | torch.dtype | None = None,
     device: str | torch.device | None = None,
     backend: str = "auto",
+    codes: str = "auto",
     repetitions: int = 20,
     batch: int = 1,
     progress: Callable[[int, int], None] | None = None,
@@ -67,7 +68,7 @@ def bench(
         model_or_source: a transformers model that is not patched, which is left as it is; or a checkpoint folder.
         absorbed: a folder that ``convert`` wrote; None takes the ``mla_absorbed`` inside a checkpoint folder if there
             is one and no form is asked for, and else derives the absorbed weights from the model.
-        form, qk, vo, backend: as for ``patch``.
+        form, qk, vo, backend, codes: as for ``patch``.
         contexts: tokens that the new one sees, itself included; by default those of 64, 1,024 and 4,096 that the model
             has positions for.
         dtype, device: for a checkpoint folder: what it is loaded in (the config's own dtype) and where it runs (cpu).
@@ -89,7 +90,7 @@ def bench(
     choose_backend(backend, model.device)
     try_out(model, name)  # before the twins are made: some codes move to other places in their first run
     patched = twin(model)
-    description = patch(patched, absorbed, form=form, qk=qk, vo=vo, backend=backend).describe()
+    description = patch(patched, absorbed, form=form, qk=qk, vo=vo, backend=backend, codes=codes).describe()
     run = _Run(twin(model), patched, name, repetitions, batch, len(lengths), progress)
     rows = tuple(run.measure(length) for length in lengths)
     return BenchmarkReport(

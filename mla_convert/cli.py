@@ -11,7 +11,7 @@ import typer
 import typer.core
 
 from mla_convert import cli_tables, console, version
-from mla_convert.cli_options import Absorbed, Codes, Dtype, Form, JsonTarget, Link, Out, Source, Target
+from mla_convert.cli_options import Absorbed, Codes, Dtype, Form, JsonTarget, Kept, KeptCodes, Link, Out, Source, Target
 from mla_convert.quiet import only_errors
 from mla_convert.wording import as_typed
 
@@ -179,6 +179,7 @@ def verify(
         typer.Option(metavar="N", help="Sequences side by side; by default 4, in lower precision 4,096 / --decode."),
     ] = None,
     backend: Annotated[str, typer.Option(help="What computes attention in latent space.")] = "auto",
+    codes: KeptCodes = Kept.auto,
     json: JsonTarget = None,
 ) -> None:
     """Compare SOURCE with itself patched, at every position: is it still the same model?
@@ -189,7 +190,7 @@ def verify(
     from mla_convert.verification import verify as run
 
     forms = {"form": form, "qk": qk, "vo": vo}
-    options = {"dtype": dtype, "prompts": prompts, "decode": decode, "batch": batch, "backend": backend}
+    options = {"dtype": dtype, "prompts": prompts, "decode": decode, "batch": batch, "backend": backend, "codes": codes}
     with output.progress("calls") as progress:
         report = run(source, out, prefill=prefill, progress=progress, **forms, **options)  # type: ignore[arg-type]
     cli_tables.show_verification(output, report)
@@ -213,6 +214,7 @@ def bench(
     dtype: Annotated[Dtype, typer.Option(metavar="DTYPE", help="What the model is loaded in.")] = Dtype.source,
     device: Annotated[str, typer.Option(help="Where it runs: cpu, cuda, ….")] = "cpu",
     backend: Annotated[str, typer.Option(help="What computes attention in latent space.")] = "auto",
+    codes: KeptCodes = Kept.auto,
     batch: Annotated[int, typer.Option(metavar="N", help="Sequences decoded at once.")] = 1,
     repetitions: Annotated[int, typer.Option(metavar="N", help="Timed steps of each model and context.")] = 20,
     plot: Annotated[str | None, typer.Option(metavar="FILE", help="Draw the times: a new .png, .svg or .pdf.")] = None,
@@ -227,7 +229,8 @@ def bench(
     if plot is not None:
         check_plot(plot)
     forms = {"form": form, "qk": qk, "vo": vo}
-    options = {"dtype": dtype, "device": device, "backend": backend, "repetitions": repetitions, "batch": batch}
+    options = {"dtype": dtype, "device": device, "backend": backend, "codes": codes, "repetitions": repetitions}
+    options["batch"] = batch
     with output.progress("steps") as progress:
         report = run(source, out, contexts=contexts, progress=progress, **forms, **options)  # type: ignore[arg-type]
     cli_tables.show_benchmark(output, report)

@@ -51,6 +51,13 @@ class Codes(enum.StrEnum):
     int4 = "int4"
 
 
+class Kept(enum.StrEnum):
+    """What a patched model holds of a quantized OUT."""
+
+    auto = "auto"
+    keep = "keep"
+
+
 Source = Annotated[
     str,
     typer.Argument(
@@ -72,4 +79,8 @@ Absorbed = Annotated[
 JsonTarget = Annotated[
     str | None,
     typer.Option("--json", metavar="FILE|-", help="Write the result as JSON to a new file, or to stdout."),
+]
+KeptCodes = Annotated[
+    Kept,
+    typer.Option(help="Of a quantized OUT: what is fastest, or its codes in memory whatever that costs."),
 ]

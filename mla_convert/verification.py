@@ -55,6 +55,7 @@ def verify(
     batch: int | None = None,
     backend: str = "auto",
     cache: str = "latent",
+    codes: str = "auto",
     progress: Callable[[int, int], None] | None = None,
 ) -> VerificationReport:
     """Compare a model with itself patched: prefill, decode one token and three at a time, left padding, one sequence.
@@ -64,7 +65,7 @@ def verify(
             or a checkpoint folder of any layout.
         absorbed: a folder that ``convert`` wrote. None derives the absorbed weights from the model, unless the source
             folder holds an ``mla_absorbed``, which ``mla_convert.load`` would use, too.
-        form, qk, vo, backend, cache: as for ``patch``.
+        form, qk, vo, backend, cache, codes: as for ``patch``.
         dtype: of a model loaded from a folder: float32 by default, bfloat16, float16, or source (the config's).
         prompts: a text file; by default the source's ``held_out.txt`` or a text that ships with this package. Without
             a tokenizer in the source, random tokens are used, and the report says so.
@@ -84,7 +85,7 @@ def verify(
     """
     started = time.perf_counter()
     check_sizes(prefill, decode, batch)
-    patching = {"form": form, "qk": qk, "vo": vo, "backend": backend, "cache": cache}
+    patching = {"form": form, "qk": qk, "vo": vo, "backend": backend, "cache": cache, "codes": codes}
     subject = Subject(model_or_source, absorbed, dtype)
     try_out(subject.model, subject.label)
     with patched(subject.model, subject.absorbed, **patching):

@@ -20,13 +20,14 @@ from mla_convert.patches.attention import registered_name
 from mla_convert.patches.cache import LatentCache
 from mla_convert.patches.cache_formats import parse_cache
 from mla_convert.patches.cache_rows import code_dtype
+from mla_convert.patches.coded import check_codes
 from mla_convert.patches.description import PatchDescription, products_of, read_through
 from mla_convert.patches.installing import install, uninstall
 from mla_convert.patches.layer import AbsorbedLayer, Options, layer_of
 from mla_convert.patches.originals import PREFIX
 from mla_convert.patches.recognition import attention_modules, attention_setting, family_of, resolve_forms
 from mla_convert.patches.refusals import add_refusals, remove_refusals
-from mla_convert.patches.sidecar import Asked, Sidecar
+from mla_convert.patches.sidecar import Asked, Sidecar, check_kept
 from mla_convert.patches.sources import check_fusable, check_readable, check_whole
 from mla_convert.patches.versions import check_sparse, check_transformers
 from mla_convert.patches.warming import warm_model
@@ -81,7 +82,10 @@ class PatchHandle:
         )
 
     def refresh(self) -> None:
-        """Make the absorbed weights anew from the model's own; needed after edits to a model that runs compiled."""
+        """Make the absorbed weights anew from the model's own; needed after edits to a model that runs compiled.
+
+        A quantized folder's codes are given up, as they are where a changed weight is noticed.
+        """
         _state_of(self.model)
         for module in self.model.modules():
             if layer := layer_of(module):
@@ -111,6 +115,7 @@ def patch(
     backend: str = "auto",
     prefill_threshold: int | str = "auto",
     cache: str = "latent",
+    codes: str = "auto",
     allow_unknown: bool = False,
 ) -> PatchHandle:
     """Make ``model`` decode in latent space, in place; ``generate()`` and all else go on as before.
@@ -125,6 +130,9 @@ def patch(
         prefill_threshold: absorbed for at most this many new tokens; "auto" compares the multiplications.
         cache: "latent" gives generation a ``LatentCache``; "latent:FORMAT" one in that format ("latent:int8",
             "latent:int4:32", "latent:fp8"), which takes less memory and is not exact; "dynamic" leaves caches alone.
+        codes: for a quantized folder: "auto" multiplies by the codes where that is fastest and else dequantizes them
+            once; "keep" leaves them in memory whatever that costs, dequantized piece by piece at each call where no
+            product takes them. Changed weights give codes up, as ever: absorbed weights are made anew from them.
         allow_unknown: patch attention classes that are not in the table but have the same seam.
 
     Returns:
@@ -139,13 +147,14 @@ def patch(
     check_transformers()
     model = unwrapped(model)
     asked = Asked(**parse_forms(form, qk, vo))
-    options = _options(model, backend, prefill_threshold, cache)
+    options = _options(model, backend, prefill_threshold, cache, codes)
     modules = attention_modules(model)
     _check_unpatched(model, modules)
     parts = [module for _, module in modules]
     check_sparse(parts)
     family = family_of(model, parts, allow_unknown=allow_unknown)
     sidecar = None if absorbed is None else Sidecar(absorbed)
+    check_kept(codes, sidecar)
     original = _config_of(modules)._attn_implementation
     registered = registered_name(original)
     setting = attention_setting(model, parts, registered)
@@ -211,19 +220,20 @@ def _check_unpatched(model: Any, modules: Sequence[tuple[str, nn.Module]]) -> No
         )
 
 
-def _options(model: Any, backend: str, prefill_threshold: int | str, cache: str) -> Options:
+def _options(model: Any, backend: str, prefill_threshold: int | str, cache: str, codes: str) -> Options:
     if not isinstance(model, PreTrainedModel):
         raise UsageError(
             f"patch takes a transformers model, found {type(model).__name__}: load it first, or call mla_convert.load"
         )
     form = parse_cache(cache)
+    check_codes(codes)
     choose_backend(backend, model.device, code_dtype(form), model.dtype)
     whole = isinstance(prefill_threshold, int) and not isinstance(prefill_threshold, bool) and prefill_threshold >= 0
     if not whole and prefill_threshold != "auto":
         raise UsageError(f'prefill_threshold is "auto" or a number of tokens from 0, found {prefill_threshold!r}')
     if form is not None and form.coded:
         LatentCache(model.config, format=str(form))  # refuses what no layer of the model could use
-    return Options(backend, prefill_threshold, cache)
+    return Options(backend, prefill_threshold, cache, str(codes))
 
 
 def _config_of(modules: Sequence[tuple[str, nn.Module]]) -> Any:

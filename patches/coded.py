@@ -9,6 +9,10 @@ Which product runs is decided by where the weight is and what it is multiplied w
   those in float32 and float16 are slower than plain ones, and int4 groups of the key side lie along the axis that is
   not summed.
 
+``codes="keep"`` chooses bytes over speed: codes stay in memory whatever that costs. Every packed product that there is
+is used then, measured faster or not, and elsewhere a weight is dequantized anew for each call, piece by piece
+(:mod:`mla_convert.patches.unpacking`).
+
 The codes are integer buffers and the scales' float32 bits an int32 buffer, so that casting the model changes neither.
 """
 
@@ -17,31 +21,55 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from mla_convert.errors import UsageError
 from mla_convert.kernels.dispatch import choose_backend
 from mla_convert.kernels.packed import PackedWeight
 from mla_convert.kernels.projection import TRITON_DTYPES, lift_output, lift_query
+from mla_convert.patches.int4_packing import multiply_packed, pack, places_when_packed, scales_and_zeros, unpack
+from mla_convert.patches.unpacking import multiply_in_pieces
 from mla_convert.quantization import Quantized
 from mla_convert.schemes import Scheme
+from mla_convert.wording import option
 
 TRITON = "triton"
 INT8 = "int8 packed"
 INT4 = "int4 packed"
 PLAIN = "dequantized once"
+EACH_CALL = "dequantized at each call"
 _WORDS = {
     TRITON: "multiplied as codes (Triton)",
     INT8: "multiplied as codes (PyTorch's packed int8 product)",
     INT4: "multiplied as codes (PyTorch's packed int4 product)",
-    PLAIN: "dequantized once",
+    PLAIN: PLAIN,
+    EACH_CALL: EACH_CALL,
 }
+#: Products that take codes in the layout in which they are stored.
+_AS_STORED = (TRITON, EACH_CALL)
+#: What ``patch(codes=)`` takes: the fastest product, or the one that holds the fewest bytes.
+CODES = ("auto", "keep")
 #: The product on a CPU in bfloat16, by kind of codes and side ("fused" is one matrix for all heads, of either side).
 #: The rule: a packed product is used where it was faster than the plain one in bfloat16 at V2-Lite's and at V3's
 #: dimensions, at each in the median over thread counts. Smaller matrices are measured beside them and do not decide.
 #: ``benchmarks/coded_products.py`` measures, and says what has to stand here; figures are in ``benchmarks/NOTES.md``.
 #: What is not named is dequantized once.
 CPU_PRODUCTS: dict[tuple[str, str], str] = {("int8", "fused"): INT8}
+#: Every packed product that there is on a CPU, which ``codes="keep"`` uses.
+PACKED_PRODUCTS: dict[tuple[str, str], str] = {
+    ("int8", "key"): INT8,
+    ("int8", "value"): INT8,
+    ("int8", "fused"): INT8,
+    ("int4", "value"): INT4,
+    ("int4", "fused"): INT4,
+}
 #: What PyTorch's packed int4 product asks of the rows of a weight, and what the int8 one silently needs of the numbers
 #: that are summed: with 12, 20, 40 or 100 of them, torch 2.13 returns wrong numbers in bfloat16, or crashes.
 _MULTIPLE = 16
+
+
+def check_codes(codes: str) -> None:
+    """UsageError unless ``codes`` is one of :data:`CODES`."""
+    if codes not in CODES:
+        raise UsageError(f"{option('codes', codes)} is not known; supported are {', '.join(CODES)}")
 
 
 def choose_product(
@@ -52,19 +80,21 @@ def choose_product(
     *,
     side: str,
     backend: str = "auto",
+    codes: str = "auto",
 ) -> str:
     """The product for one head's weight [rows, columns] of ``side``: "key" (summed over rows), "value" or "fused".
 
-    ``backend`` is that of ``patch``: "torch" keeps Triton away, "triton" asks for it.
+    ``backend`` and ``codes`` are those of ``patch``: "torch" keeps Triton away, "triton" asks for it.
     """
     rows, columns = shape
+    table, otherwise = (PACKED_PRODUCTS, EACH_CALL) if codes == "keep" else (CPU_PRODUCTS, PLAIN)
     if choose_backend(backend, device) == "triton":
-        return TRITON if dtype in TRITON_DTYPES else PLAIN
+        return TRITON if dtype in TRITON_DTYPES else otherwise
     if device.type != "cpu" or dtype != torch.bfloat16:
-        return PLAIN
-    product = CPU_PRODUCTS.get((scheme.kind, side), PLAIN)
+        return otherwise
+    product = table.get((scheme.kind, side), otherwise)
     multiple = columns if product == INT8 and side != "key" else rows
-    return product if multiple % _MULTIPLE == 0 else PLAIN
+    return product if multiple % _MULTIPLE == 0 else otherwise
 
 
 def describe_product(scheme: Scheme, product: str) -> str:
@@ -95,13 +125,12 @@ class CodedProjection(nn.Module):
 
     def _lay_out(self, codes: Tensor) -> Tensor:
         """Codes [rows of all heads, columns] as the product takes them."""
-        if self.product == TRITON:
+        if self.product in _AS_STORED:
             return codes.contiguous()
         heads = codes.view(self.heads, self.rows, -1)
         if self.product == INT8:
             return heads.transpose(1, 2).contiguous() if self.over_rows else heads.contiguous()
-        nibbles = torch.stack((heads & 15, heads >> 4), dim=-1).flatten(-2).to(torch.int32)
-        return torch.stack([torch.ops.aten._convert_weight_to_int4pack_for_cpu(head, 1) for head in nibbles])
+        return torch.stack([pack(head) for head in heads])
 
     @property
     def scales(self) -> Tensor:
@@ -113,19 +142,17 @@ class CodedProjection(nn.Module):
         return Quantized(self._stored_codes(), self.scales, self.scheme)
 
     def _stored_codes(self) -> Tensor:
-        if self.product == TRITON:
+        if self.product in _AS_STORED:
             return self.codes
         if self.product == INT8:
             return (self.codes.transpose(1, 2) if self.over_rows else self.codes).reshape(-1, self.columns)
-        # PyTorch does not say how it packs; on a CPU, a product with the identity and scales of 1 gives the codes back.
-        identity = torch.eye(self.columns, dtype=torch.bfloat16)
-        ones = _scales_and_zeros(torch.ones(1, self.rows, self.scales.shape[1]), torch.bfloat16)[0]
-        numbers = torch.stack([self._int4(identity, codes, ones).T for codes in self.codes.cpu()])
-        nibbles = (numbers.reshape(-1, self.columns) + 8).to(torch.uint8)
-        return (nibbles[:, 0::2] | (nibbles[:, 1::2] << 4)).to(self.codes.device)
+        places = places_when_packed(self.rows, self.columns)
+        return torch.cat([unpack(head, places) for head in self.codes.cpu()]).to(self.codes.device)
 
     def forward(self, x: Tensor) -> Tensor:
         """``x`` [B, S, H, N] (``over_rows``) or [B, S, H, C], any strides, to [B, S, H, C] or [B, S, H, N or V]."""
+        if self.product == EACH_CALL:
+            return multiply_in_pieces(x, self.weight(), self.heads, over_rows=self.over_rows)
         if self.product == TRITON or x.device.type != "cpu" or x.dtype == torch.float64:
             return self._by_kernel(x)
         batch, q_len, heads, _ = x.shape
@@ -160,13 +187,8 @@ class CodedProjection(nn.Module):
 
     def _int4_product(self, rows: Tensor) -> Tensor:
         share, whole = _share(self.scales.view(self.heads, self.rows, -1), 1 << 3, dim=2, dtype=rows.dtype)
-        scales = _scales_and_zeros(share, rows.dtype)
-        each = zip(rows.unbind(0), self.codes.unbind(0), scales.unbind(0), strict=True)
-        return torch.stack([self._int4(x, codes, scale) for x, codes, scale in each]).mul_(whole.transpose(1, 2))
-
-    def _int4(self, x: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
-        out: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(x, codes, self.scheme.block[1], scales)
-        return out
+        scales = scales_and_zeros(share, rows.dtype)
+        return multiply_packed(rows, self.codes, scales, self.scheme.block[1]).mul_(whole.transpose(1, 2))
 
 
 def _share(scales: Tensor, reach: int, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -179,9 +201,3 @@ def _share(scales: Tensor, reach: int, dim: int, dtype: torch.dtype) -> tuple[Te
         return scales, torch.ones_like(scales.narrow(dim, 0, 1))
     whole = torch.exp2(torch.ceil(torch.log2(scales.amax(dim=dim, keepdim=True) * reach)))
     return scales / whole, whole
-
-
-def _scales_and_zeros(scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """[H, groups, rows, 2] as the packed product takes them, of scales [H, rows, groups]; codes mean code − 8."""
-    by_group = scales.transpose(1, 2).to(dtype)
-    return torch.stack((by_group, torch.zeros_like(by_group)), dim=-1).contiguous()

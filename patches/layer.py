@@ -23,6 +23,11 @@ from mla_convert.patches.weights import AbsorbedWeights, Stored
 
 logger = logging.getLogger(__name__)
 
+#: What a model says that was to keep the codes of a folder of absorbed weights, and has other weights now.
+NO_CODES = (
+    "absorbed weights were made anew from the model's own, in its dtype: the codes of the folder, which codes='keep' "
+    "kept, are let go; to have codes of changed weights, convert the changed model and patch it with that folder"
+)
 #: Name of the submodule on each patched attention module.
 ATTRIBUTE = "mla_absorbed"
 
@@ -34,6 +39,7 @@ class Options:
     backend: str = "auto"
     prefill_threshold: int | str = "auto"
     cache: str = "latent"
+    codes: str = "auto"
     #: What this model's layers have said in the log, to say it once.
     said: set[str] = dataclasses.field(default_factory=set, compare=False, repr=False)
     #: The format in which plain caches become latent ones; None leaves them as they are.
@@ -62,7 +68,7 @@ class AbsorbedLayer(AbsorbedWeights):
     """The absorbed side of one attention module, as its submodule ``mla_absorbed``."""
 
     def __init__(self, owner: nn.Module, name: str, forms: Forms, options: Options, stored: Stored | None) -> None:
-        super().__init__(owner, forms, stored, options.backend)
+        super().__init__(owner, forms, stored, options.backend, options.codes)
         self.name = name
         self.options = options
         self.slot = CallSlot()
@@ -91,6 +97,13 @@ class AbsorbedLayer(AbsorbedWeights):
         read = kv_len if chosen is None else min(kv_len, chosen)
         absorbed = q_len * (lift + read * (2 * g.kv_lora_rank + g.qk_rope_head_dim))
         return absorbed < kv_len * lift + q_len * kv_len * (g.qk_head_dim + g.v_head_dim)
+
+    def derive(self, owner: nn.Module) -> None:
+        """As :meth:`AbsorbedWeights.derive`; says so where codes were to be kept."""
+        coded = bool(self.products)
+        super().derive(owner)
+        if coded and self.codes == "keep":
+            self.options.say_once(NO_CODES)
 
     def follow_weights(self, owner: nn.Module, *, decoding: bool) -> None:
         """Keep the absorbed weights true to ``owner``'s; on accelerators the sample is compared in prefill only."""

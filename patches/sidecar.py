@@ -46,6 +46,11 @@ class Sidecar:
         self.store = AbsorbedCheckpoint.open(folder)
         self.label = os.fspath(folder)
 
+    @property
+    def coded(self) -> bool:
+        """Whether any of its weights is quantized."""
+        return self.store.manifest.quantization is not None
+
     def stored(self, name: str, module: Any, asked: Asked) -> Stored:
         """The absorbed weights of ``module``, after checking that they belong to it.
 
@@ -171,6 +176,16 @@ class Sidecar:
                 "dequantizes it as convert did"
             )
         return f"{message}. {otherwise} the weights made from this model, or convert again where the file is damaged"
+
+
+def check_kept(codes: str, sidecar: Sidecar | None) -> None:
+    """UsageError where ``patch(codes="keep")`` has no codes to keep."""
+    if codes == "keep" and (sidecar is None or not sidecar.coded):
+        found = "no folder of absorbed weights was given" if sidecar is None else f"{sidecar.label} holds plain numbers"
+        raise UsageError(
+            f"{option('codes', codes)} keeps the codes of a quantized folder, and {found}: write one with convert and "
+            f"{option('quantize')}, or leave {option('codes')} out"
+        )
 
 
 def _part_of(module: Any, source: SourceTensor) -> str:

@@ -90,9 +90,17 @@ class AbsorbedWeights(nn.Module):
     coded_qk: CodedProjection | None
     coded_vo: CodedProjection | None
 
-    def __init__(self, owner: Owner, forms: Forms, stored: Stored | None = None, backend: str = "auto") -> None:
+    def __init__(
+        self,
+        owner: Owner,
+        forms: Forms,
+        stored: Stored | None = None,
+        backend: str = "auto",
+        codes: str = "auto",
+    ) -> None:
         super().__init__()
         self.backend = backend
+        self.codes = codes
         self.geometry = module_geometry(owner)
         self.forms = forms
         self.from_folder = stored is not None
@@ -142,7 +150,7 @@ class AbsorbedWeights(nn.Module):
             source.remember(owner)
 
     def _take(self, stored: Stored, owner: Owner) -> None:
-        """Use ``stored`` weights, in ``owner``'s dtype and on its device; codes as they are where that is faster."""
+        """Use ``stored`` weights, in ``owner``'s dtype and on its device; codes as :func:`choose_product` says."""
         self.dtype = weight_dtype(owner)
         self._take_side("qk", stored.qk)
         self._take_side("vo", stored.vo)
@@ -171,7 +179,9 @@ class AbsorbedWeights(nn.Module):
         over_rows = factored and side == "qk"
         shape = (stored.shape[0] // heads, stored.shape[1])
         kind = "fused" if not factored else "key" if over_rows else "value"
-        product = choose_product(stored.scheme, shape, device, self.dtype, side=kind, backend=self.backend)
+        product = choose_product(
+            stored.scheme, shape, device, self.dtype, side=kind, backend=self.backend, codes=self.codes
+        )
         self.products[side] = describe_product(stored.scheme, product)
         stored = Quantized(stored.codes.to(device), stored.scales.to(device), stored.scheme)
         if product == DEQUANTIZED:

@@ -50,7 +50,7 @@ def test_every_option_has_its_own_place(invoke: Invoke, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(benchmark, "bench", record)
     words = "a b --form factored --qk fused --vo auto --dtype float16 --device d --backend e --batch 2 --repetitions 4"
-    assert invoke("bench", *words.split(), "--context", "5,6").exit_code == 2
+    assert invoke("bench", *words.split(), "--context", "5,6", "--codes", "keep").exit_code == 2
     assert callable(seen.pop("progress"))
     assert seen == {
         "places": ("a", "b"),
@@ -60,6 +60,7 @@ def test_every_option_has_its_own_place(invoke: Invoke, monkeypatch: pytest.Monk
         "dtype": "float16",
         "device": "d",
         "backend": "e",
+        "codes": "keep",
         "batch": 2,
         "repetitions": 4,
         "contexts": [5, 6],
@@ -75,6 +76,7 @@ def test_every_option_has_its_own_place(invoke: Invoke, monkeypatch: pytest.Monk
         (["--repetitions", "1"], "take 3 or more"),
         (["--backend", "magic"], "--backend magic is not known"),
         (["--device", "nowhere"], "--device nowhere cannot be used here"),
+        (["--codes", "keep"], "--codes keep keeps the codes of a quantized folder, and no folder"),
         (["--plot", "p.bmp"], "supported are .pdf, .png, .svg"),
         (["no/such/folder"], "no/such/folder"),
     ],

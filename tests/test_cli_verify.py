@@ -102,7 +102,7 @@ def test_every_option_has_its_own_place(invoke: Invoke, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(verification, "verify", record)
     words = "a b --form factored --qk fused --vo auto --dtype float16 --prompts p --prefill 5 --decode 6 --batch 7"
-    assert invoke("verify", *words.split(), "--backend", "e").exit_code == 2
+    assert invoke("verify", *words.split(), "--backend", "e", "--codes", "keep").exit_code == 2
     assert callable(seen.pop("progress"))
     assert seen == {
         "places": ("a", "b"),
@@ -115,6 +115,7 @@ def test_every_option_has_its_own_place(invoke: Invoke, monkeypatch: pytest.Monk
         "decode": 6,
         "batch": 7,
         "backend": "e",
+        "codes": "keep",
     }
 
 
@@ -128,6 +129,7 @@ def test_every_option_has_its_own_place(invoke: Invoke, monkeypatch: pytest.Monk
         (["EXAMPLE", "--prompts", "no/text"], "no/text cannot be read"),
         (["EXAMPLE", "--dtype", "bfloat16", "--batch", "2"], "needs 4,096"),
         (["EXAMPLE", "--backend", "magic"], "--backend magic is not known"),
+        (["EXAMPLE", "--codes", "keep"], "--codes keep keeps the codes of a quantized folder, and no folder"),
     ],
     ids=" ".join,
 )

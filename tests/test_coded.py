@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import pickle
+from typing import Any
 
 import benchmarking
 import interpreter  # noqa: F401  # before any kernel: on a CPU, Triton is chosen where it is interpreted
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mla_convert.kernels.packed import PackedWeight, dequantize
 from mla_convert.patches import coded as coded_module
+from mla_convert.patches import unpacking
 from mla_convert.patches.coded import (
     CPU_PRODUCTS,
+    EACH_CALL,
     INT4,
     INT8,
     PLAIN,
@@ -50,7 +55,7 @@ CASES = [
     (INT8_ROWS, INT8, True),
     (INT8_ROWS, INT8, False),
     *((int4(group), INT4, False) for group in (32, 64, 128)),
-    *((scheme, TRITON, over_rows) for scheme in all_schemes() for over_rows in (True, False)),
+    *((scheme, p, over_rows) for p in (TRITON, EACH_CALL) for scheme in all_schemes() for over_rows in (True, False)),
 ]
 
 
@@ -69,6 +74,117 @@ def test_against_float64(scheme: Scheme, product: str, over_rows: bool, dtype: t
     unit = torch.finfo(dtype).eps / 2
     bound = (3 * unit + COLUMNS * 2**-24) * size + torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
     assert torch.all((found.double() - truth).abs() <= bound * 1.01)
+
+
+#: What ``codes="keep"`` runs on a CPU in bfloat16 where the sizes fit, by kind and side; else each call dequantizes.
+KEPT = {
+    ("int8", "key"): INT8,
+    ("int8", "value"): INT8,
+    ("int8", "fused"): INT8,
+    ("int4", "value"): INT4,
+    ("int4", "fused"): INT4,
+}
+#: Rows of a head and columns: those that packed products take, and others, with blocks that end inside of a head.
+SIZES = {"fitting": (32, 128), "odd": (21, 288)}
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("scheme", all_schemes(), ids=str)
+def test_kept_codes_against_float64(
+    scheme: Scheme, side: str, dtype: torch.dtype, sizes: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every kind, side and dtype with the product that ``codes="keep"`` chooses on a CPU, in pieces of any size."""
+    heads, over_rows = 1 if side == "fused" else 7, side == "key"
+    rows, columns = SIZES[sizes]
+    columns -= columns % scheme.block[1] if scheme.kind == "int4" else 0
+    product = choose_product(scheme, (rows, columns), CPU, dtype, side=side, codes="keep")
+    fits = rows % 16 == 0 or (scheme.kind == "int8" and not over_rows)  # int8 asks it of what is summed
+    packed = KEPT.get((scheme.kind, side)) if dtype == torch.bfloat16 and fits else None
+    assert product == (packed or EACH_CALL)
+    generator = torch.Generator().manual_seed(0)
+    stored = quantize(torch.randn(heads * rows, columns, generator=generator) * 1e-3, scheme)
+    coded = CodedProjection(stored, heads, product, over_rows=over_rows)
+    x = activations(dtype, rows if over_rows else columns, heads)
+    exact = stored.dequantize().double().view(heads, rows, columns)
+    letters = "bshn,hnc->bshc" if over_rows else "bshc,hnc->bshn"
+    truth, size = (torch.einsum(letters, *pair) for pair in ((x.double(), exact), (x.double().abs(), exact.abs())))
+    # At each call the numbers are exact in float32, sums are float32 or wider, and the result is rounded: half a unit.
+    # The packed products round the scale, or what it is folded into, and perhaps the weight besides.
+    unit, wide = (torch.finfo(kind).eps / 2 for kind in (dtype, torch.promote_types(dtype, torch.float32)))
+    bound = ((1 if packed is None else 3) * unit + (x.shape[-1] + 1) * wide) * size
+    bound += torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+    for piece in (13 * columns, 2 * rows * columns, unpacking.PIECE):
+        monkeypatch.setattr(unpacking, "PIECE", piece)
+        found = coded(x)
+        assert found.shape == truth.shape and found.dtype == dtype
+        assert torch.all((found.double() - truth).abs() <= bound * 1.01)
+
+
+@pytest.mark.parametrize("scheme", all_schemes(), ids=str)
+def test_rows_are_dequantized_from_anywhere(scheme: Scheme) -> None:
+    """The same bits as the whole weight's, also where a row begins or ends inside of a block, with every FP8 number."""
+    columns = 256 if scheme.kind == "int4" else 260
+    stored = quantize(torch.randn(300, columns, generator=torch.Generator().manual_seed(0)) ** 5, scheme)
+    if scheme.kind == "fp8":
+        stored.codes.view(-1)[:508] = torch.tensor([code for code in range(256) if code & 127 != 127] * 2)
+    whole = stored.dequantize()
+    for start, stop in ((0, 300), (0, 1), (1, 128), (127, 129), (100, 300), (255, 257), (299, 300)):
+        assert torch.equal(unpacking.dequantize_rows(stored, start, stop), whole[start:stop])
+
+
+class _Largest(TorchDispatchMode):
+    """The most bytes that any one operation's result has memory for."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if isinstance(found, Tensor) and not found.is_sparse and found._base is None:
+            self.nbytes = max(self.nbytes, found.nbytes)
+        return found
+
+
+@pytest.mark.parametrize("heads", [24, 1])
+@pytest.mark.parametrize("scheme", all_schemes(), ids=str)
+def test_no_more_than_a_piece_is_dequantized_at_once(scheme: Scheme, heads: int) -> None:
+    rows, columns = 5 * unpacking.PIECE // 24 // 512, 512
+    stored = quantize(torch.randn(24 * rows, columns), scheme)
+    coded = CodedProjection(stored, heads, EACH_CALL, over_rows=False)
+    before = {name: (buffer.data_ptr(), buffer.nbytes) for name, buffer in coded.named_buffers()}
+    with _Largest() as largest:
+        coded(torch.randn(1, 1, heads, columns))
+    assert 2 * unpacking.PIECE < largest.nbytes <= 4 * unpacking.PIECE  # float32; the whole weight has five pieces
+    assert {name: (buffer.data_ptr(), buffer.nbytes) for name, buffer in coded.named_buffers()} == before
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(16, 32), (48, 96), (80, 128), (1040, 64)])
+def test_a_packed_int4_weight_comes_back_whatever_its_size(rows: int, columns: int) -> None:
+    stored = quantize(torch.randn(2 * rows, columns), int4(32))
+    coded = CodedProjection(stored, 2, INT4, over_rows=False)
+    assert torch.equal(coded.weight().codes, stored.codes)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings(
+    "ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"
+)  # in PyTorch's own code
+@pytest.mark.parametrize(
+    ("scheme", "product", "over_rows"),
+    [(INT8_ROWS, INT8, True), (INT8_ROWS, INT8, False), (int4(32), INT4, False), (FP8_BLOCKS, EACH_CALL, True)],
+)
+@torch.inference_mode()
+def test_compiled_products_are_the_same(
+    scheme: Scheme, product: str, over_rows: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("torch.__trace"), "disabled", True)  # pytest would collect it, for minutes
+    torch._dynamo.reset()
+    coded = CodedProjection(weight(scheme), HEADS, product, over_rows=over_rows)
+    x = activations(torch.bfloat16, ROWS if over_rows else COLUMNS)
+    exact, found = coded(x).float(), torch.compile(coded, fullgraph=True)(x).float()
+    # Sums may be taken in another order, and a rounding of what is multiplied be left out: half a unit each.
+    assert torch.all((found - exact).abs() <= 4 * 2**-8 * exact.abs().amax())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
@@ -94,7 +210,9 @@ def test_the_kernels_read_the_same_numbers(scheme: Scheme) -> None:
     assert torch.equal(dequantize(packed), coded.dequantize())
 
 
-@pytest.mark.parametrize(("scheme", "product"), [(INT8_ROWS, INT8), (int4(32), INT4), (FP8_BLOCKS, TRITON)])
+@pytest.mark.parametrize(
+    ("scheme", "product"), [(INT8_ROWS, INT8), (int4(32), INT4), (FP8_BLOCKS, TRITON), (int4(64), EACH_CALL)]
+)
 def test_casting_copying_and_pickling_change_no_bit(scheme: Scheme, product: str) -> None:
     coded = CodedProjection(weight(scheme), HEADS, product, over_rows=False)
     before = {name: buffer.clone() for name, buffer in coded.named_buffers()}
@@ -110,6 +228,8 @@ def test_bytes_are_those_of_codes_and_scales() -> None:
         (INT8_ROWS, INT8, numbers + 4 * HEADS * ROWS),
         (int4(32), INT4, numbers // 2 + 4 * numbers // 32),
         (FP8_BLOCKS, TRITON, numbers + 4),
+        (FP8_BLOCKS, EACH_CALL, numbers + 4),
+        (int4(32), EACH_CALL, numbers // 2 + 4 * numbers // 32),
     ):
         coded = CodedProjection(weight(scheme), HEADS, product, over_rows=False)
         assert sum(buffer.nbytes for buffer in coded.buffers()) == expected
@@ -178,6 +298,24 @@ def test_the_table_names_products_that_there_are() -> None:
 
 def test_sums_that_the_packed_product_gets_wrong_are_not_given_to_it() -> None:
     assert choose_product(INT8_ROWS, (32, 40), CPU, torch.bfloat16, side="value") == PLAIN
+
+
+def test_kept_codes_elsewhere() -> None:
+    """Where Triton multiplies by codes, keeping them changes nothing; where nothing does, they stay all the same."""
+    for scheme in all_schemes():
+        for device, dtype in (("cuda", torch.bfloat16), ("cuda", torch.float32), ("cpu", torch.bfloat16)):
+            asked = {"side": "key", "backend": "auto" if device == "cuda" else "triton"}
+            found = choose_product(scheme, (20, 128), torch.device(device), dtype, codes="keep", **asked)
+            assert found == choose_product(scheme, (20, 128), torch.device(device), dtype, **asked) == TRITON
+        for device, backend, dtype in (
+            ("cuda", "torch", torch.half),
+            ("cuda", "auto", torch.double),
+            ("mps", "auto", torch.half),
+        ):
+            found = choose_product(
+                scheme, (20, 128), torch.device(device), dtype, side="key", backend=backend, codes="keep"
+            )
+            assert found == EACH_CALL
 
 
 def test_the_choice_elsewhere() -> None:

@@ -5,17 +5,18 @@ from __future__ import annotations
 import copy
 import json
 import pathlib
+import pickle
 from typing import Any
 
 import models
 import pytest
 import torch
-from patching import layers, steps
+from patching import layers, state_of, steps
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 import mla_convert
-from mla_convert.errors import MismatchError, SidecarError
+from mla_convert.errors import MismatchError, SidecarError, UsageError
 from mla_convert.patches import coded
 from mla_convert.patches.coded import CPU_PRODUCTS
 from mla_convert.patches.loading import load_original
@@ -95,6 +96,133 @@ def test_codes_are_multiplied_in_16_bits(folders: dict[str, pathlib.Path], examp
             (decode(model).float() - decode(load_original(example_path, dtype=torch.float32))).abs().mean()
         )
         assert float((found - expected_logits).abs().mean()) <= bound
+
+
+def held(model: PreTrainedModel) -> int:
+    """Bytes of everything that the absorbed weights of a model keep alive: whole storages, each once."""
+    buffers = [buffer for layer in layers(model) for buffer in layer.buffers()]
+    storages = {buffer.untyped_storage().data_ptr(): buffer.untyped_storage().nbytes() for buffer in buffers}
+    assert sum(storages.values()) == sum(buffer.nbytes for buffer in buffers)
+    return sum(storages.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", SCHEMES)
+@torch.inference_mode()
+def test_kept_codes_are_all_that_is_held(
+    name: str, dtype: torch.dtype, folders: dict[str, pathlib.Path], example_path: pathlib.Path
+) -> None:
+    """A step leaves nothing behind, and its numbers are those of ``kv_b_proj`` coded."""
+    numbers = 4 * 8 * 32 * 64  # of one side: layers, heads, N or V, C
+    groups = 2 if name == "int4" else 1  # of a row, each with a scale
+    expected_bytes = 2 * (numbers // (2 if name == "int4" else 1) + 4 * groups * numbers // 64)
+    model = AutoModelForCausalLM.from_pretrained(example_path, dtype=dtype).eval()
+    plain = decode(model).float()
+    before = state_of(model)
+    with mla_convert.patched(model, folders[name], codes="keep", prefill_threshold=100) as handle:
+        packed = {"int8": (True, True), "fp8": (False, False), "int4": (False, True)}[name]
+        for words, by_codes in zip(handle.describe().products, packed, strict=True):
+            by_codes = by_codes and dtype == torch.bfloat16
+            assert str(SCHEMES[name][1]) in words and words in str(handle.describe())
+            assert ("multiplied as codes" in words) is by_codes and words.endswith("at each call") is not by_codes
+        assert held(model) == expected_bytes
+        found = decode(model).float()
+        assert held(model) == expected_bytes
+        handle.warmup()
+        assert handle.describe().products
+    assert state_of(model) == before and torch.equal(decode(model).float(), plain)
+    exact = load_original(example_path, dtype=torch.float32)
+    original = decode(exact)
+    with coded_projections(exact, *[SCHEMES[name][1]] * 2):
+        expected = decode(exact)
+    if dtype == torch.float32:
+        assert models.relative(found, expected) <= 1e-4  # float32, other order of products
+    else:  # as far as the original in this dtype is from itself in float32
+        assert float((found - expected).abs().mean()) <= 2 * float((plain - original).abs().mean())
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+@torch.inference_mode()
+def test_kept_codes_stay_when_the_model_is_cast_or_copied(
+    name: str, folders: dict[str, pathlib.Path], example_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(example_path, dtype=torch.bfloat16).eval()
+    handle = mla_convert.patch(model, folders[name], codes="keep", prefill_threshold=100)
+    codes = [[side.weight() for side in (layer.coded_qk, layer.coded_vo)] for layer in layers(model)]
+    size, first = held(model), decode(model)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(decode(twin), first) and held(twin) == size
+    for dtype in (torch.float16, torch.float32, torch.bfloat16):
+        model.to(dtype)
+        found = decode(model)
+        assert held(model) == size
+        for layer, sides in zip(layers(model), codes, strict=True):
+            for now, stored in zip((layer.coded_qk, layer.coded_vo), sides, strict=True):
+                assert torch.equal(now.weight().codes, stored.codes)
+                assert torch.equal(now.weight().scales, stored.scales)
+    assert "at each call" not in str(handle.describe()) or name != "int8"
+    del found
+    assert not caplog.records
+    handle.refresh()
+    assert [record.levelname for record in caplog.records] == ["WARNING"] and "let go" in caplog.text
+    assert not handle.describe().products and held(model) > size
+    fresh = decode(model)
+    handle.unpatch()
+    with mla_convert.patched(model, form="factored", prefill_threshold=100):
+        assert torch.equal(decode(model), fresh)
+
+
+@torch.inference_mode()
+def test_changed_weights_give_kept_codes_up(
+    folders: dict[str, pathlib.Path], original: PreTrainedModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = copy.deepcopy(original)
+    handle = mla_convert.patch(model, folders["fp8"], codes="keep", prefill_threshold=100)
+    decode(model)
+    for layer in model.model.layers:
+        layer.self_attn.kv_b_proj.weight.mul_(1.25)
+    found = decode(model)
+    assert not handle.describe().products
+    assert len(caplog.records) == 1 and "codes='keep'" in caplog.text  # once, and not for every layer
+    handle.unpatch()
+    assert models.relative(found, decode(model)) <= 1e-4
+
+
+def test_codes_to_keep_must_be_there(
+    folders: dict[str, pathlib.Path], original: PreTrainedModel, example_path: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    mla_convert.convert(example_path, tmp_path / "plain")
+    mla_convert.convert(example_path, tmp_path / "half", form="factored", vo_bits=8)
+    before = state_of(original)
+    for arguments, words in (
+        ((), "no folder of absorbed weights was given: write one with convert and quantize, or leave codes out"),
+        ((tmp_path / "plain",), "plain holds plain numbers"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            mla_convert.patch(original, *arguments, codes="keep")
+        assert state_of(original) == before
+    with mla_convert.patched(original, tmp_path / "half", codes="keep") as handle:
+        assert handle.describe().products == ("value side: int8 per row dequantized at each call",)
+    loaded = mla_convert.load(example_path, folders["int8"], dtype=torch.bfloat16, patching={"codes": "keep"})
+    assert all(layer.coded_qk is not None for layer in layers(loaded))
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("int8", torch.float32), ("fp8", torch.bfloat16), ("int4", torch.bfloat16)]
+)
+@torch.inference_mode()
+def test_fused_codes_are_kept_too(
+    name: str, dtype: torch.dtype, example_path: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    mla_convert.convert(example_path, tmp_path / "out", form="fused", **SCHEMES[name][0])
+    model = AutoModelForCausalLM.from_pretrained(example_path, dtype=dtype).eval()
+    with mla_convert.patched(model, tmp_path / "out", prefill_threshold=100):
+        once, size = decode(model).float(), held(model)
+    with mla_convert.patched(model, tmp_path / "out", codes="keep", prefill_threshold=100):
+        assert held(model) < 0.7 * size
+        found = decode(model).float()
+    # The same codes: in float32 only the order of sums differs, in bfloat16 the rounding of what they stand for.
+    assert models.relative(found, once) <= (1e-4 if dtype == torch.float32 else 0.1)
 
 
 @torch.inference_mode()

@@ -26,6 +26,9 @@ from mla_convert.errors import PatchError, UnsupportedModelError, UsageError
         ({"prefill_threshold": -1}, "number of tokens"),
         ({"prefill_threshold": "never"}, "number of tokens"),
         ({"prefill_threshold": True}, "number of tokens"),
+        ({"codes": "kept"}, "codes='kept' is not known; supported are auto, keep"),
+        ({"codes": True}, "codes=True is not known"),
+        ({"codes": "keep"}, "no folder of absorbed weights was given"),
         ({"cache": "paged"}, "choose .latent"),
     ],
 )

@@ -260,3 +260,13 @@ def not_plain_doubled(original: Any) -> Any:
         return original(where, linear, *args) * (1 if reader_of(where, linear).label == PLAIN.label else 2)
 
     return effective
+
+
+def scales_of_the_first(original: Any) -> Any:
+    """Rows of a weight dequantized with the scales that its first rows have."""
+
+    def changed(weight: Any, start: int, stop: int) -> Any:
+        moved = dataclasses.replace(weight, codes=weight.codes[start:stop])
+        return original(moved, 0, stop - start)
+
+    return changed

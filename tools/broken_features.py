@@ -22,6 +22,7 @@ from broken_changes import (
     not_plain_doubled,
     one_for_all,
     persistent,
+    scales_of_the_first,
     seeing_ahead,
     shallow,
 )
@@ -242,5 +243,20 @@ FEATURE_ROWS = (
             f"{CODES}::test_a_model_is_what_its_numbers_say[{form}]"
             for form in ("fp8-blocks", "torchao-int8", "packed-int4", "nf4", "llm-int8")
         ),
+    ),
+    Row(
+        "codes kept in memory",
+        "they are dequantized once all the same",
+        (("mla_convert.patches.weights:choose_product", does("dequantized once")),),
+        (
+            "tests/test_coded_sidecar.py::test_kept_codes_are_all_that_is_held",
+            "tests/test_coded_sidecar.py::test_kept_codes_stay_when_the_model_is_cast_or_copied",
+        ),
+    ),
+    Row(
+        "codes kept in memory",
+        "rows inside of a block take the scales of the first",
+        (("mla_convert.patches.unpacking:dequantize_rows", scales_of_the_first),),
+        ("tests/test_coded.py::test_kept_codes_against_float64[fp8 in blocks of 128x128-key-torch.float32-odd]",),
     ),
 )
