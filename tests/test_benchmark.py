@@ -160,9 +160,9 @@ def test_the_contexts_by_default_fit_the_model(model: PreTrainedModel, monkeypat
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"contexts": [64, 513, 1024]}, "contexts 513, 1,024: this model has 512 positions"),
+        ({"contexts": [64, 513, 1024]}, r"contexts=\[513, 1024\]: this model has 512 positions"),
         ({"contexts": [0]}, "from 1 to 512"),
-        ({"contexts": []}, r"contexts \(none\)"),
+        ({"contexts": []}, r"contexts=\[\]: this model has"),
         ({"contexts": [64.5]}, r"contexts=\[64.5\]; a list of whole numbers"),
         ({"contexts": [True]}, "a list of whole numbers"),
         ({"contexts": 64}, "contexts=64; a list of whole numbers"),
@@ -174,8 +174,8 @@ def test_the_contexts_by_default_fit_the_model(model: PreTrainedModel, monkeypat
         ({"batch": 0}, "take 1 or more"),
         ({"dtype": "bfloat16"}, "for a checkpoint folder"),
         ({"device": "cpu"}, "for a checkpoint folder"),
-        ({"backend": "magic"}, "backend 'magic' is not known"),
-        ({"form": "melted"}, "form 'melted' is not known"),
+        ({"backend": "magic"}, "backend='magic' is not known"),
+        ({"form": "melted"}, "form='melted' is not known"),
     ],
     ids=str,
 )

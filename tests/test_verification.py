@@ -170,7 +170,7 @@ def test_progress_ends_at_its_total() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"dtype": "int8"}, "dtype 'int8'; supported are float32, bfloat16, float16"),
+        ({"dtype": "int8"}, "dtype='int8'; supported are float32, bfloat16, float16"),
         ({"prefill": 1}, "prefill=1; at least 2"),
         ({"decode": 2}, "decode=2; at least 3"),
         ({"batch": 1}, "batch=1; at least 2 are needed: left padding of different lengths"),
@@ -183,7 +183,7 @@ def test_progress_ends_at_its_total() -> None:
         ({"decode": 10**9}, "take 1,000,000,016 positions"),
         ({"dtype": "source", "batch": 8, "decode": 8}, "gives 64 positions, and judging a lower precision needs 4,096"),
         ({"prompts": "no/such/file"}, "no/such/file cannot be read as text"),
-        ({"backend": "magic"}, "backend 'magic' is not known"),
+        ({"backend": "magic"}, "backend='magic' is not known"),
     ],
     ids=str,
 )
@@ -193,7 +193,7 @@ def test_wrong_options_are_refused(example_path: Path, options: dict[str, Any], 
 
 
 def test_a_dtype_that_is_not_the_models_is_refused() -> None:
-    with pytest.raises(UsageError, match="dtype=bfloat16 was asked for, and the model is in float32"):
+    with pytest.raises(UsageError, match="dtype='bfloat16' was asked for, and the model is in float32"):
         verify(models.deepseek_v3(), dtype="bfloat16")
 
 
