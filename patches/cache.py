@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import os
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 from mla_convert.errors import MismatchError, UsageError
 from mla_convert.patches.cache_files import read_layers, write_layers
 from mla_convert.patches.cache_formats import CacheFormat, parse_format
+from mla_convert.patches.cache_rows import RowLayout
 from mla_convert.patches.latent_layer import LatentLayer, refuse_length
 from mla_convert.recipe import parse_device
 
@@ -35,9 +37,9 @@ class LatentCache(DynamicCache):
         offloading: as for ``DynamicCache``.
 
     Raises:
-        UsageError: for arguments that are not known, or codes for a model without full-attention layers. ``update``
-            raises it for tokens of another model, dtype or batch, and for more than ``capacity``; ``crop`` for more
-            tokens than are stored.
+        UsageError: for arguments that are not known, codes for a model without full-attention layers, or groups that
+            do not fit the latents of ``config``. ``update`` raises it for tokens of another model, dtype or batch, for
+            more than ``capacity``, and on a CPU with ``offloading``; ``crop`` for more tokens than are stored.
     """
 
     def __init__(
@@ -49,8 +51,7 @@ class LatentCache(DynamicCache):
         offloading: bool = False,
     ) -> None:
         self.format = parse_format(format)
-        if capacity is not None and (not isinstance(capacity, int) or isinstance(capacity, bool) or capacity < 1):
-            raise UsageError(f"capacity is a number of tokens from 1, or None to grow; found {capacity!r}")
+        _check_capacity(capacity)
         super().__init__(config=config, offloading=offloading)
         make: Any = functools.partial(LatentLayer, self.format, capacity)
         self.made_for = made_for(config)
@@ -59,6 +60,7 @@ class LatentCache(DynamicCache):
             make(width) if type(layer) is DynamicLayer else layer
             for layer, width in zip(self.layers, expected, strict=True)
         ]
+        check_fits(self.format, [layer.expected for layer in self.layers if isinstance(layer, LatentLayer)])
         if self.layer_class_to_replicate is DynamicLayer:
             self.layer_class_to_replicate = make
         elif self.format.coded and not any(isinstance(layer, LatentLayer) for layer in self.layers):
@@ -72,6 +74,8 @@ class LatentCache(DynamicCache):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Append to layer ``layer_idx``; see :meth:`LatentLayer.update`."""
+        if self.offloading:
+            check_offloading(key_states.device)
         if self.layer_class_to_replicate is None and layer_idx >= len(self.layers):
             raise UsageError(
                 f"this LatentCache was made for a model of {len(self.layers)} layers, and layer {layer_idx} was given "
@@ -134,15 +138,17 @@ class LatentCache(DynamicCache):
             CheckpointError: no such file, not one of these, or damaged.
             MismatchError: it was saved with a model of other widths, or of another number of layers, than ``config``.
         """
+        _check_capacity(capacity)
         layers = read_layers(path, parse_device(device), capacity)
-        cache = cls(config, format=str(layers[0].form) if layers else "model", capacity=capacity)
-        if config is not None and len(layers) != len(cache.layers):
+        plain: list[Any] = [] if config is None else cls(config).layers
+        if config is not None and len(layers) != len(plain):
             raise MismatchError(
-                f"{path} holds {len(layers)} layers, the model has {len(cache.layers)}: it was saved with another model"
+                f"{path} holds {len(layers)} layers, the model has {len(plain)}: it was saved with another model"
             )
         for index, layer in enumerate(layers):
-            layer.expected = getattr(cache.layers[index], "expected", None) if config is not None else None
+            layer.expected = getattr(plain[index], "expected", None) if plain else None
             layer.check_widths(f"{path}, layer {index}")
+        cache = cls(config, format=str(layers[0].form) if layers else "model", capacity=capacity)
         cache.layers = list(layers)
         return cache
 
@@ -151,6 +157,27 @@ class LatentCache(DynamicCache):
         """Bytes of the stored tokens, over all latent layers; room to grow is not counted."""
         rows = [(layer.rows, layer.length) for layer in self.layers if isinstance(layer, LatentLayer)]
         return sum(r[:, :length].numel() * r.element_size() for r, length in rows if r is not None)
+
+
+def check_offloading(device: torch.device) -> None:
+    """UsageError for a model on the CPU, which is where offloading moves layers to."""
+    if device.type == "cpu":
+        raise UsageError(
+            "offloading moves layers from the model's device to the CPU while others run, and this model runs on the "
+            "CPU: leave offloading out"
+        )
+
+
+def _check_capacity(capacity: int | None) -> None:
+    if capacity is not None and (not isinstance(capacity, int) or isinstance(capacity, bool) or capacity < 1):
+        raise UsageError(f"capacity is a number of tokens from 1, or None to grow; found {capacity!r}")
+
+
+def check_fits(form: CacheFormat, widths: Iterable[tuple[int, int] | None]) -> None:
+    """UsageError where ``form`` does not fit latents of one of these (C, R), whatever the dtype."""
+    for known in widths:
+        if known is not None:
+            RowLayout(form, *known, torch.bfloat16)
 
 
 def expected_widths(config: PreTrainedConfig | None, layers: int) -> list[tuple[int, int] | None]:

@@ -27,8 +27,8 @@ SMALLEST_ROOM = 128
 
 
 def refuse_length(tokens_to_remove: int) -> None:
-    """ArgumentError for the positive number that ``crop`` does not take."""
-    if tokens_to_remove > 0:
+    """ArgumentError for what ``crop`` does not take: a positive number, or one that is not whole."""
+    if tokens_to_remove > 0 or tokens_to_remove != int(tokens_to_remove):
         raise ArgumentError(f"crop takes minus the number of tokens to remove, found {tokens_to_remove}")
 
 

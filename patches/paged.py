@@ -17,7 +17,7 @@ and ``kv_lens`` are what ``absorbed_decode`` takes.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,10 +26,10 @@ from transformers import Cache, PreTrainedConfig
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from mla_convert.errors import UnsupportedModelError, UsageError
-from mla_convert.patches.cache import expected_widths, made_for
+from mla_convert.patches.cache import check_fits, expected_widths, made_for
 from mla_convert.patches.cache_formats import parse_format
 from mla_convert.patches.paged_layer import STAYS, Batch, PagedLayer
-from mla_convert.patches.pages import PageTable
+from mla_convert.patches.pages import PageTable, each_whole, whole
 
 
 class PagedLatentCache(Cache):
@@ -42,7 +42,7 @@ class PagedLatentCache(Cache):
         format: as for ``LatentCache``.
 
     Raises:
-        UsageError: for arguments that are not known.
+        UsageError: for arguments that are not known, or groups that do not fit the model's latents.
         UnsupportedModelError: for a model with layers of other kinds.
     """
 
@@ -55,7 +55,9 @@ class PagedLatentCache(Cache):
         self.table = PageTable(pages, page)
         self.format = parse_format(format)
         self.made_for = made_for(config)
-        self._paged = [PagedLayer(self.table, self.format, widths) for widths in expected_widths(config, len(plain))]
+        widths = expected_widths(config, len(plain))
+        check_fits(self.format, widths)
+        self._paged = [PagedLayer(self.table, self.format, each) for each in widths]
         super().__init__(layers=list(self._paged))
 
     def update(
@@ -78,17 +80,32 @@ class PagedLatentCache(Cache):
         return self.table.fork(sequence)
 
     def remove(self, sequence: int) -> None:
-        """Forget a sequence; pages that no other one has are free again."""
+        """Forget a sequence; pages that no other one has are free again. UsageError for one of the present batch."""
+        self._check_idle("removed", [sequence])
         self.table.remove(sequence)
 
     def crop_sequence(self, sequence: int, count: int) -> None:
-        """Forget the last ``count`` tokens of one sequence."""
+        """Forget the last ``count`` tokens of one sequence. UsageError for one of the present batch."""
+        self._check_idle("cropped", [sequence])
         self.table.crop(sequence, count)
 
     def reset(self) -> None:
-        """Forget all sequences and their numbers; every page is free again, and stays allocated."""
+        """Forget all sequences and their numbers; every page is free again, and stays allocated.
+
+        UsageError inside a batch.
+        """
+        self._check_idle("removed", list(self.table.held))
         for sequence in list(self.table.held):
             self.table.remove(sequence)
+
+    def _check_idle(self, what: str, sequences: Sequence[int]) -> None:
+        """Lengths and pages of the present batch's sequences are in use until its block ends."""
+        batch = self._paged[0].batch
+        under_way = [] if batch is None else [each for each in self.table.check(sequences) if each in batch.sequences]
+        if under_way:
+            raise UsageError(
+                f"sequences {under_way} cannot be {what} inside of the batch that they are in: end its block first"
+            )
 
     def crop(self, tokens_to_remove: int) -> None:
         """Not for this cache: its sequences are cropped one by one."""
@@ -123,7 +140,7 @@ class PagedLatentCache(Cache):
 
     def length(self, sequence: int) -> int:
         """Stored tokens of one sequence."""
-        self.table.check([sequence])
+        (sequence,) = self.table.check([sequence])
         return self.table.lengths[sequence]
 
     @contextlib.contextmanager
@@ -138,8 +155,9 @@ class PagedLatentCache(Cache):
         """
         if self._paged[0].batch is not None:
             raise UsageError("a batch is under way: end its block before the next one begins")
-        self.table.check(sequences)
-        counts = [new_tokens] * len(sequences) if isinstance(new_tokens, int) else list(new_tokens)
+        sequences = self.table.check(sequences)
+        many = isinstance(new_tokens, Iterable) and getattr(new_tokens, "ndim", 1) > 0
+        counts = each_whole("new_tokens", new_tokens) if many else [whole("new_tokens", new_tokens)] * len(sequences)
         if not sequences or len(counts) != len(sequences) or min(counts) < 1:
             raise UsageError(f"a batch has at least one sequence, each with at least one new token; found {counts}")
         copies = self.table.reserve(sequences, counts)

@@ -64,8 +64,8 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         """Store the last tokens of each row of [B, 1, S, C] and [B, 1, S, R], as many as the batch says.
 
         Raises:
-            UsageError: outside ``cache.batch``; where rows, tokens, widths or dtype are not those of the batch and the
-                pages; or for a history that is to be read by anything but the absorbed path.
+            UsageError: outside ``cache.batch``, or a second time in one; where rows, tokens, widths or dtype are not
+                those of the batch and the pages; or for a history that is to be read by anything but the absorbed path.
         """
         batch = self._batch_for(key_states)
         layout = self._layout_for(key_states, value_states)
@@ -103,6 +103,11 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def _batch_for(self, key_states: Tensor) -> Batch:
         if self.batch is None:
             raise UsageError("a PagedLatentCache is used inside `with cache.batch(sequences, new_tokens):`")
+        if self.written:
+            raise UsageError(
+                "this batch has stored its tokens already, and the model was called again: a batch is one call, open "
+                "another for the tokens that follow"
+            )
         rows, tokens = key_states.shape[0], key_states.shape[2]
         if rows != len(self.batch.sequences) or tokens < max(self.batch.counts):
             raise UsageError(

@@ -3,12 +3,35 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mla_convert.errors import UsageError
+
+
+def whole(what: str, found: Any) -> int:
+    """``found`` as an int, of whatever library; UsageError, naming ``what``, where it is none, as a bool is none."""
+    try:
+        if not isinstance(found, bool):
+            return operator.index(found)
+    except TypeError:
+        pass
+    raise UsageError(f"{what} must be a whole number, found {found!r}")
+
+
+def each_whole(what: str, found: Any) -> list[int]:
+    """A list of ints; UsageError, naming ``what``, where ``found`` holds something else, or nothing to go through."""
+    try:
+        entries = list(found) if isinstance(found, Iterable) and not isinstance(found, str) else None
+    except TypeError:  # a tensor without dimensions
+        entries = None
+    if entries is None:
+        raise UsageError(f"{what} must be a list of whole numbers, found {found!r}")
+    return [whole(f"each of {what}", entry) for entry in entries]
 
 
 class PageTable:
@@ -36,7 +59,7 @@ class PageTable:
 
     def fork(self, sequence: int) -> int:
         """A new sequence that begins with all that ``sequence`` holds, in the same pages."""
-        self.check([sequence])
+        (sequence,) = self.check([sequence])
         other = self.add()
         length = self.lengths[sequence]
         self.held[other], self.lengths[other] = self.held[sequence][: self._needed(length)], length
@@ -53,7 +76,7 @@ class PageTable:
         Raises:
             UsageError: for fewer than none, or more than there are.
         """
-        self.check([sequence])
+        (sequence,), count = self.check([sequence]), whole("the number of tokens to forget", count)
         length = self.lengths[sequence]
         if not 0 <= count <= length:
             raise UsageError(f"sequence {sequence} has {length} tokens, {count} cannot be removed")
@@ -62,7 +85,7 @@ class PageTable:
 
     def remove(self, sequence: int) -> None:
         """Forget the sequence and its number."""
-        self.check([sequence])
+        (sequence,) = self.check([sequence])
         self._keep(sequence, 0)
         del self.held[sequence], self.lengths[sequence]
 
@@ -74,13 +97,12 @@ class PageTable:
             if not self.users[number]:
                 self.free.append(number)
 
-    def check(self, sequences: Sequence[int]) -> None:
-        """Raise a UsageError unless these are sequences of this table, each once."""
-        unknown = [sequence for sequence in sequences if sequence not in self.held]
-        if unknown or len(set(sequences)) != len(sequences):
-            raise UsageError(
-                f"sequences must be distinct and known: found {list(sequences)}, known {sorted(self.held)}"
-            )
+    def check(self, sequences: Sequence[int]) -> list[int]:
+        """The same numbers; UsageError unless these are sequences of this table, each once."""
+        found = each_whole("sequences", sequences)
+        if any(sequence not in self.held for sequence in found) or len(set(found)) != len(found):
+            raise UsageError(f"sequences must be distinct and known: found {found}, known {sorted(self.held)}")
+        return found
 
     def reserve(self, sequences: Sequence[int], counts: Sequence[int]) -> list[tuple[int, int]]:
         """Make room for ``counts`` more tokens of each sequence.
@@ -130,10 +152,9 @@ class PageTable:
             self.lengths[sequence] += count
 
     def trim(self, sequences: Sequence[int]) -> None:
-        """Let go of pages that were reserved and not written; sequences that are gone by now have none."""
+        """Let go of pages that were reserved and not written."""
         for sequence in sequences:
-            if sequence in self.held:
-                self._keep(sequence, self._needed(self.lengths[sequence]))
+            self._keep(sequence, self._needed(self.lengths[sequence]))
 
     def slots(self, sequences: Sequence[int], counts: Sequence[int]) -> list[int]:
         """Where the next ``counts`` tokens go: page number · page size + place in it, sequence by sequence."""

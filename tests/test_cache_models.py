@@ -227,3 +227,29 @@ def test_stored_bytes_are_those_of_the_rows(form: str, row: int) -> None:
     for index in range(3):
         cache.update(torch.randn(2, 1, 5, 40), torch.randn(2, 1, 5, 8), index)
     assert cache.stored_bytes == 3 * 2 * 5 * row
+
+
+def test_refuses_groups_that_do_not_fit_the_model() -> None:
+    """When the cache is made, or the model patched, and not at the first step."""
+    model = models.deepseek_v3()
+    with pytest.raises(UsageError, match="40 numbers has no whole groups of 32"):
+        mla_convert.LatentCache(model.config, format="int8:32")
+    with pytest.raises(UsageError, match="40 numbers has no whole groups of 32"):
+        mla_convert.patch(model, cache="latent:int8:32")
+    with pytest.raises(UsageError, match="FlashMLA's row"):
+        mla_convert.patch(model, cache="latent:flashmla")
+    assert mla_convert.LatentCache(format="int8:32").format.group == 32  # without a config, the first tokens tell
+
+
+@torch.inference_mode()
+def test_refuses_to_offload_what_is_on_the_cpu() -> None:
+    model = models.deepseek_v3()
+    with mla_convert.patched(model), pytest.raises(UsageError, match="leave offloading out"):
+        model(models.tokens(1, 4), cache=mla_convert.LatentCache(model.config, offloading=True))
+
+
+def test_a_file_asks_for_a_capacity_as_a_new_cache_does(tmp_path: pathlib.Path) -> None:
+    mla_convert.LatentCache(models.deepseek_v3().config).save(tmp_path / "cache")
+    for capacity in (0, 1.5, "8", True):
+        with pytest.raises(UsageError, match="capacity is a number of tokens from 1"):
+            mla_convert.LatentCache.load(tmp_path / "cache", capacity=capacity)  # type: ignore[arg-type]

@@ -23,6 +23,7 @@ from transformers.cache_utils import (
 )
 
 import mla_convert
+from mla_convert.patches import cache as cache_module
 from mla_convert.patches.latent_layer import LatentLayer
 from mla_convert.patches.layer import layer_of
 
@@ -172,6 +173,7 @@ def test_offloaded_cache(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
             layer.away = None
             moves.append("prefetch")
 
+    monkeypatch.setattr(cache_module, "check_offloading", lambda _: None)
     monkeypatch.setattr(torch, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "default_stream", lambda _: Stream())
     monkeypatch.setattr(layers[kind], "offload", offload)

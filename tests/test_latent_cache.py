@@ -311,8 +311,9 @@ def test_refuses_to_crop_below_zero() -> None:
         layer.crop(-4)
     for empty_or_not in (layer, LatentLayer(), LatentCache()):
         for kind in (UsageError, ValueError):  # the latter is transformers' own
-            with pytest.raises(kind, match="minus the number"):
-                empty_or_not.crop(2)
+            for wrong in (2, -1.5, True):
+                with pytest.raises(kind, match="minus the number"):
+                    empty_or_not.crop(wrong)  # type: ignore[arg-type]
     layer.crop(-3)
     assert layer.get_seq_length() == 0
 

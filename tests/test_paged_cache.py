@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from typing import Any
 
@@ -188,6 +189,68 @@ def test_refusals() -> None:
         cache.crop(-1)
     with pytest.raises(UsageError, match="whole number"):
         PagedLatentCache(model.config, pages=0)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda cache, one: cache.batch(one, 1), "sequences must be a list of whole numbers, found 1"),
+        (lambda cache, one: cache.batch(None, 1), "sequences must be a list"),
+        (lambda cache, one: cache.batch("1", 1), "sequences must be a list"),
+        (lambda cache, one: cache.batch([[one]], 1), "each of sequences must be a whole number"),
+        (lambda cache, one: cache.batch([True], 1), "each of sequences must be a whole number, found True"),
+        (lambda cache, one: cache.batch([one], 1.5), "new_tokens must be a whole number, found 1.5"),
+        (lambda cache, one: cache.batch([one], True), "new_tokens must be a whole number, found True"),
+        (lambda cache, one: cache.batch([one], None), "new_tokens must be a whole number, found None"),
+        (lambda cache, one: cache.batch([one], [1.5]), "each of new_tokens must be a whole number"),
+        (lambda cache, one: cache.batch([one], "1"), "new_tokens must be a list"),
+        (lambda cache, one: cache.batch([one], [1, 1]), "at least one sequence, each"),
+        (lambda cache, one: cache.crop_sequence(one, 1.5), "tokens to forget must be a whole number, found 1.5"),
+        (lambda cache, one: cache.crop_sequence(one, True), "tokens to forget must be a whole number"),
+        (lambda cache, one: cache.length([one]), "each of sequences must be a whole number"),
+        (lambda cache, one: cache.fork(None), "each of sequences must be a whole number"),
+    ],
+)
+def test_refuses_what_are_no_numbers(call: Any, words: str) -> None:
+    cache = PagedLatentCache(models.deepseek_v3().config, pages=2, page=4)
+    one = cache.add()
+    with pytest.raises(UsageError, match=words):
+        with call(cache, one) or contextlib.nullcontext():
+            pass
+    with cache.batch(torch.tensor([one]), torch.tensor(3)):  # whole numbers of any library
+        assert cache.positions(3).tolist() == [[0, 1, 2]]
+    assert cache.length(one) == 0 and len(cache.table.free) == 2
+
+
+@torch.inference_mode()
+def test_what_a_batch_uses_stays_until_its_end() -> None:
+    """Neither before the call of the model nor after it; another call would write over the tokens of the first."""
+    model, ids = models.deepseek_v3(), models.tokens(2, 8)
+    changes: list[Any] = [lambda c, s: c.crop_sequence(s, 1), lambda c, s: c.remove(s), lambda c, s: c.reset()]
+    with mla_convert.patched(model):
+        cache = PagedLatentCache(model.config, pages=9, page=4)
+        one, other = cache.add(), cache.add()
+        fed(model, cache, [one, other], [ids[0, :6], ids[1, :6]])
+        with cache.batch([one], 1):
+            for called in (False, True):
+                for change in changes:
+                    with pytest.raises(UsageError, match="inside of the batch"):
+                        change(cache, one)
+                if not called:
+                    model(ids[:1, 6:7], cache=cache, position_ids=cache.positions(1))
+            with pytest.raises(UsageError, match="the model was called again"):
+                model(ids[:1, 7:8], cache=cache, position_ids=cache.positions(1))
+            cache.crop_sequence(other, 2)  # it is in no batch
+            branch = cache.fork(one)
+        assert [cache.length(each) for each in (one, other, branch)] == [7, 4, 6]
+        with_seven = fed(model, cache, [one, branch], [ids[0, 7:], ids[0, 6:]])
+    assert models.relative(with_seven[0], alone(model, ids[0])[7:]) <= 1e-4
+    assert models.relative(with_seven[1], alone(model, ids[0])[6:]) <= 1e-4
+
+
+def test_refuses_groups_that_do_not_fit() -> None:
+    with pytest.raises(UsageError, match="40 numbers has no whole groups of 32"):
+        PagedLatentCache(models.deepseek_v3().config, pages=2, format="int8:32")
 
 
 @torch.inference_mode()
