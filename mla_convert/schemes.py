@@ -122,6 +122,9 @@ def parse_schemes(
     if quantize is not None and quantize not in KINDS:
         raise UsageError(f"{option('quantize', quantize)}; supported are {', '.join(KINDS)}")
     kinds = [_kind(quantize, bits, name) for bits, name in ((qk_bits, "qk_bits"), (vo_bits, "vo_bits"))]
+    if quantize is not None and quantize not in kinds:
+        sides = f"{option('qk_bits', qk_bits)} and {option('vo_bits', vo_bits)}"
+        raise UsageError(f"{sides} leave no side to {option('quantize', quantize)}: leave it out, or one of them")
     size = _group_size(group_size, kinds)
     return _scheme(kinds[0], size), _scheme(kinds[1], size)
 

@@ -51,6 +51,8 @@ def test_each_side_is_kept_as_asked(
         ("--quantize int4 --group-size 48", "--group-size 48; supported here are 32, 64, 128"),
         ("--quantize int4 --group-size 128", "64 columns, which is no multiple of the group size 128"),
         ("--group-size 32", "--group-size 32; it belongs to int4 and fp8"),
+        ("--quantize int8 --qk-bits 16 --vo-bits 16", "--qk-bits 16 and --vo-bits 16 leave no side to --quantize int8"),
+        ("--quantize fp8 --qk-bits 4 --vo-bits 4", "leave no side to --quantize fp8: leave it out, or one of them"),
         ("--measure", "nothing is quantized: add --quantize"),
         ("--calibrate no-text", "nothing is quantized: add --quantize"),
         ("--qk-bits 16 --vo-bits 16 --measure", "nothing is quantized: add --quantize"),

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from coded import FORMS, write_coded
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationConfig
 from torch import Tensor
@@ -88,6 +89,19 @@ def test_codes_come_from_the_numbers_of_an_fp8_source(
             # Products of another order differ in the last bits: codes by one step at the rare ties, scales by rounding.
             assert float(torch.isclose(weight, expected, rtol=1e-5, atol=0).double().mean()) > 0.999
             assert float((weight - expected).norm() / expected.norm()) < 1e-3
+
+
+@pytest.mark.parametrize("options", [{"quantize": "int8"}, {"quantize": "fp8", "group_size": "row"}], ids=str)
+@pytest.mark.parametrize("form", FORMS)
+def test_codes_of_every_form_are_made_anew(form: str, options: dict[str, Any], tmp_path: pathlib.Path) -> None:
+    """FP8, int8, 2 to 8 bits packed, zero points, orders of their own: always from the numbers in float32."""
+    write_coded(tmp_path / "source", FORMS[form])
+    mla_convert.convert(tmp_path / "source", tmp_path / "out", form="factored", **options)
+    checkpoint, scheme = Checkpoint.open(tmp_path / "source"), INT8 if options["quantize"] == "int8" else FP8_ROWS
+    found = list(decompressed(tmp_path / "out"))
+    assert [key for _, key, _ in found] == ["k_b", "v_b"]
+    for _, key, weight in found:
+        assert torch.equal(weight, quantize(exact(checkpoint, checkpoint.layers[0], key), scheme).dequantize())
 
 
 def fp8_source(folder: pathlib.Path) -> pathlib.Path:
