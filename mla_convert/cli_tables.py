@@ -64,7 +64,7 @@ def show_verification(output: console.Output, report: VerificationReport) -> Non
 def show_benchmark(output: console.Output, report: BenchmarkReport) -> None:
     """The table of a benchmark, what was patched, and where it ran."""
     output.table(report.title, report.columns, report.rows())
-    output.notes([str(report.patch), report.setting, *report.notes])
+    output.notes([*str(report.patch).splitlines(), report.setting, *report.notes])
 
 
 def show_demo(output: console.Output, report: DemoReport) -> None:

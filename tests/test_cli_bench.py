@@ -21,6 +21,7 @@ QUICK = ["--repetitions", "3"]
 def test_it_says_what_it_measured(invoke: Invoke, example_path: Path) -> None:
     result = invoke("bench", example_path, "--context", "8, 64", *QUICK)
     assert result.exit_code == 0 and result.stderr == ""
+    assert "\n  key side " in result.stdout and "\\n" not in result.stdout  # the description keeps its lines
     cells = [line.split("│")[1:-1] for line in result.stdout.splitlines() if line.startswith("│")]
     assert [row[0].strip() for row in cells] == ["8", "64"] and all(len(row) == 5 for row in cells)
     for words in ("batch 1", "bfloat16", "weights from the model itself", "3 repetitions", torch.__version__):
