@@ -36,19 +36,19 @@ def make_file(file: pathlib.Path, nbytes: int) -> None:
         os.close(handle)
 
 
-def write_at(file: pathlib.Path, start: int, pieces: Iterable[bytes | memoryview]) -> None:
+def write_at(file: pathlib.Path, start: int, pieces: Iterable[bytes | memoryview], direct: bool = False) -> None:
     """Write ``pieces``, one after the other, into a file that is there, from byte ``start`` on.
 
-    Whole pages of a large piece that lie in memory as they will lie in the file (:mod:`mla_convert.gathering`) are
-    written past the page cache where the file system can do that: what is written once and flushed at the end needs no
-    copy in memory, which costs a processor more than all else that a conversion does with those bytes.
+    ``direct``: whole pages of a large piece that lie in memory as they will lie in the file
+    (:mod:`mla_convert.gathering`) are written past the page cache where the file system can do that. It waits for the
+    disk, and leaves the processor to others: for what takes longer to make than to write.
     """
     at = start
-    with file.open("r+b", buffering=0) as stream, contextlib.closing(_Direct(file)) as direct:
+    with file.open("r+b", buffering=0) as stream, contextlib.closing(_Direct(file, direct)) as past_cache:
         for piece in pieces:
             first = -at % PAGE
             last = first + (len(piece) - first) // PAGE * PAGE
-            if last - first < _LEAST_DIRECT or not direct.takes(piece[first:last], at + first):
+            if last - first < _LEAST_DIRECT or not past_cache.takes(piece[first:last], at + first):
                 first = last = 0
             for begin, end in ((0, first), (last, len(piece))):
                 stream.seek(at + begin)
@@ -62,10 +62,10 @@ def write_at(file: pathlib.Path, start: int, pieces: Iterable[bytes | memoryview
 class _Direct:
     """A file that is written past the page cache, where its file system can do that."""
 
-    def __init__(self, file: pathlib.Path) -> None:
+    def __init__(self, file: pathlib.Path, wanted: bool) -> None:
         self._file = file
         self._handle: int | None = None
-        self._able = bool(_DIRECT)
+        self._able = wanted and bool(_DIRECT)
 
     def takes(self, data: bytes | memoryview, start: int) -> bool:
         """Write whole pages; False where they have to go another way."""

@@ -131,7 +131,7 @@ def _make(
         )
     out, release = scratch.take((rows[1] - rows[0], *tensor.shape[1:]), tensor.dtype)
     block = make_block(operands, geometry, key, rows, tensor.dtype, rounding, out)
-    return Made([Block(file, start, block)], (key, rounding), release)
+    return Made([Block(file, start, block, made=key in ("qk", "ov"))], (key, rounding), release)
 
 
 def _code(

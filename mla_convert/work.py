@@ -33,11 +33,15 @@ _WRITERS = 2
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """Values (any strides, on any device) that stand in a planned file from byte ``start`` on."""
+    """Values (any strides, on any device) that stand in a planned file from byte ``start`` on.
+
+    ``made`` says that they are products, which take longer to make than to write, and not copies.
+    """
 
     file: int
     start: int
     tensor: Tensor
+    made: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

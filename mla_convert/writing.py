@@ -48,7 +48,7 @@ class Staging:
 
         with disk_errors(self.goal.folder):
             self._begin(block.file)
-            disk.write_at(self.parts[block.file], block.start, pieces())
+            disk.write_at(self.parts[block.file], block.start, pieces(), block.made)
         return WrittenBlock(block.file, block.start, nbytes, found)
 
     def _begin(self, number: int) -> None:

@@ -91,11 +91,11 @@ class _System:
         return self._pwrite(handle, data, start)
 
 
-def write_and_compare(file: pathlib.Path, start: int, size: int) -> None:
+def write_and_compare(file: pathlib.Path, start: int, size: int, direct: bool = True) -> None:
     """Write random bytes into a file of ones; what is around them must stay."""
     data = random.Random(size).randbytes(size)
     file.write_bytes(b"1" * (start + size + 9))
-    disk.write_at(file, start, gathered([memoryview(data)], start))
+    disk.write_at(file, start, gathered([memoryview(data)], start), direct)
     assert file.read_bytes() == b"1" * start + data + b"1" * 9
 
 
@@ -106,6 +106,9 @@ def test_whole_pages_pass_by_the_cache(
     system = _System(monkeypatch)
     write_and_compare(tmp_path / "file", start, size)
     assert system.written > size - 2 * PAGE - disk._LEAST_DIRECT if size > PAGE else system.written == 0
+    system.written = 0
+    write_and_compare(tmp_path / "file", start, size, direct=False)
+    assert system.written == 0
 
 
 @pytest.mark.parametrize(("start", "size"), PLACES)
@@ -121,7 +124,7 @@ def test_what_does_not_lie_as_in_the_file_goes_through_the_cache(
     file.write_bytes(bytes(PAGE * 400))
     data = bytearray(PAGE * 300)
     shift = 1 + -address(data) % PAGE
-    disk.write_at(file, 0, [memoryview(data)[shift : shift + PAGE * 200]])
+    disk.write_at(file, 0, [memoryview(data)[shift : shift + PAGE * 200]], True)
     assert system.written == 0
 
 
