@@ -28,6 +28,19 @@ def steps(model: PreTrainedModel, ids: torch.Tensor, cache: Any, sizes: list[int
     return torch.cat(outs, dim=1)
 
 
+def expanded_widths(kind: Any, monkeypatch: Any) -> list[int]:
+    """How many tokens ``expand_kv`` of an attention class is given, call by call, from now on."""
+    widths: list[int] = []
+    expand = kind.expand_kv
+
+    def noting(self: Any, kv_nope: torch.Tensor, k_rot: torch.Tensor) -> Any:
+        widths.append(kv_nope.shape[2])
+        return expand(self, kv_nope, k_rot)
+
+    monkeypatch.setattr(kind, "expand_kv", noting)
+    return widths
+
+
 def state_of(model: PreTrainedModel) -> dict[str, Any]:
     """Everything that patching could leave behind."""
     parts: dict[str, Any] = {"config": dict(vars(model.config)), "keys": sorted(vars(model))}

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch._dynamo.testing
 from generation import check_patched, generated, small
-from patching import BOUND, layers, steps
+from patching import BOUND, expanded_widths, layers, steps
 from transformers import CompileConfig, PreTrainedModel, StaticCache
 
 import mla_convert
@@ -234,15 +234,8 @@ def test_prefill_expands_what_is_stored(padded: bool, attn: str, monkeypatch: py
     model, ids = models.deepseek_v3(attn=attn), models.tokens(2, 20)
     masked = {"attention_mask": padding(2, 20)} if padded else {}
     expected = steps(model, ids, StaticCache(config=model.config, max_cache_len=500), [12, 8], **masked)
-    kind, widths = type(model.model.layers[0].self_attn), []
-    expand = kind.expand_kv
-
-    def noting(self: Any, kv_nope: torch.Tensor, k_rot: torch.Tensor) -> Any:
-        widths.append(kv_nope.shape[2])
-        return expand(self, kv_nope, k_rot)
-
     with mla_convert.patched(model, prefill_threshold=0):
-        monkeypatch.setattr(kind, "expand_kv", noting)
+        widths = expanded_widths(type(model.model.layers[0].self_attn), monkeypatch)
         found = steps(model, ids, StaticCache(config=model.config, max_cache_len=500), [12, 8], **masked)
     real = padding(2, 20).bool() if padded else torch.ones(2, 20, dtype=torch.bool)
     assert models.relative(found[real], expected[real]) <= BOUND

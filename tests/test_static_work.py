@@ -13,7 +13,7 @@ import models
 import pytest
 import torch
 from decode_cases import Case, build
-from patching import BOUND
+from patching import BOUND, expanded_widths
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, DynamicCache, StaticCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -114,18 +114,12 @@ def test_the_attention_function_touches_what_is_stored(model_type: str, traffic:
 @torch.no_grad()
 def test_an_expanded_prefill_expands_what_is_stored(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not the capacity, which transformers expands; in chunks, too, and padded."""
-    model, widths = family_models.make(model_type), []
+    model = family_models.make(model_type)
     cache = functools.partial(StaticCache, max_cache_len=300)
     expected = family_models.both(model, cache)
     (kind,) = {type(m) for m in model.modules() if hasattr(type(m), "expand_kv")}
-    expand = kind.expand_kv
-
-    def noting(self: Any, kv_nope: torch.Tensor, k_rot: torch.Tensor) -> Any:
-        widths.append(kv_nope.shape[2])
-        return expand(self, kv_nope, k_rot)
-
     with mla_convert.patched(model, prefill_threshold=0):
-        monkeypatch.setattr(kind, "expand_kv", noting)
+        widths = expanded_widths(kind, monkeypatch)
         found = family_models.both(model, cache)
     assert models.worst(found, expected) <= BOUND
     assert widths and max(widths) <= sum(family_models.SIZES)

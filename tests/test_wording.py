@@ -117,8 +117,6 @@ def test_the_command_line_names_what_was_typed(
     tmp_path: pathlib.Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-
-    pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     places = {"EXAMPLE": str(example_path), "OUT": str(tmp_path / "out")}
