@@ -50,9 +50,8 @@ something between the two matrices of a side (a scale on the query, an elementwi
 ``o_proj``) the bracket cannot be moved, and that side cannot be fused.
 
 **Rounding.** A product is formed in float32, or in float64 where an input is float64 or where
-float32 products have been allowed to lose bits, and rounded once to the dtype it is stored in. It is
-formed a few heads at a time, so that beside the output little exists at the wider dtype. What rounding costs is
-measured on a part of the rows where there are many (:func:`mla_convert.rounding.rows_compared`).
+float32 products have been allowed to lose bits, a few heads at a time, and rounded once to the dtype
+it is stored in. In large ones a part of the rows tells what that costs (:mod:`mla_convert.rounding`).
 """
 
 from __future__ import annotations
@@ -70,8 +69,8 @@ from mla_convert.rounding import Rounding, rows_compared
 
 Form = Literal["factored", "fused"]
 FORMS: tuple[Form, ...] = ("factored", "fused")
+#: What the products read and write.
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-"""What the products read and write."""
 # Rows and heads of a fused value side that are formed at a time. A row of one head is short and lies far from the next
 # head's same row: several together are written in longer runs, and are still in the processor's cache when they are.
 _ROWS, _HEADS = 256, 4
@@ -238,15 +237,11 @@ def _product_dtype(*inputs: Tensor, dtype: torch.dtype) -> torch.dtype:
 
 def product_dtype() -> torch.dtype:
     """What products of inputs below float64 are formed in: float32, or float64 where those may lose bits."""
-    return torch.float32 if _full_float32_products() else torch.float64
-
-
-def _full_float32_products() -> bool:
-    """Whether float32 matrix products keep float32 precision (no TF32, no bfloat16 passes)."""
     try:
-        return torch.get_float32_matmul_precision() == "highest"
+        full = torch.get_float32_matmul_precision() == "highest"
     except RuntimeError:  # raised where precisions were set per backend: somebody lowered one
-        return False
+        full = False
+    return torch.float32 if full else torch.float64
 
 
 def _expect(what: str, tensor: Tensor, shape: tuple[int, ...], letters: str) -> None:

@@ -41,6 +41,7 @@ import torch
 from torch import Tensor
 
 from mla_convert.absorption import split_kv_b, split_q_b
+from mla_convert.comparison import Comparison
 from mla_convert.geometry import MLAGeometry
 
 _TILE = 128
@@ -48,30 +49,6 @@ _VECTORS = 8
 _DEVIATIONS = 6.0
 # Sums of products below this need float64: float32's own rounding would be seen.
 _FINE = 1e-4
-
-
-@dataclasses.dataclass(frozen=True)
-class Comparison:
-    """The worst place found: ``error`` is relative there, ``bound`` the most that the roundings can explain there.
-
-    ``where`` says which part and which head. ``excess`` is error over bound, 0 where both are 0.
-    """
-
-    error: float
-    bound: float
-    where: str
-
-    @property
-    def fits(self) -> bool:
-        """Whether rounding explains the difference, which has to be finite."""
-        return self.error <= self.bound and math.isfinite(self.error)
-
-    @property
-    def excess(self) -> float:
-        """Error over bound: how far beyond what rounding explains; infinite where the error is not a number."""
-        if self.error == 0:
-            return 0.0
-        return math.inf if math.isnan(self.error) or not self.bound else self.error / self.bound
 
 
 @dataclasses.dataclass(frozen=True)

@@ -33,8 +33,8 @@ from mla_convert.machine import describe_machine, synchronize
 from mla_convert.patches.apply import patch
 from mla_convert.patches.cache import LatentCache
 from mla_convert.patches.loading import load_original
+from mla_convert.patches.modules import module_geometry, weight_dtype
 from mla_convert.patches.recognition import attention_modules
-from mla_convert.patches.weights import module_geometry, weight_dtype
 from mla_convert.quiet import no_loading_bars
 from mla_convert.recipe import parse_device, parse_dtype, parse_forms
 from mla_convert.report import BenchmarkReport, ContextTiming, Spread

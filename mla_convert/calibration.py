@@ -24,8 +24,8 @@ from mla_convert.errors import UsageError
 from mla_convert.patches.apply import patched
 from mla_convert.patches.layer import layer_of
 from mla_convert.patches.loading import load_original
+from mla_convert.patches.modules import query_name
 from mla_convert.patches.recognition import attention_modules
-from mla_convert.patches.weights import query_name
 from mla_convert.prompts import read_prompts
 from mla_convert.quality import WINDOW, cut_windows
 from mla_convert.quantization import Quantized, quantize

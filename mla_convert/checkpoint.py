@@ -13,16 +13,17 @@ from typing import Any
 import torch
 
 from mla_convert.architectures import Family, LayerSpec, extra_layers, find_family, layer_specs, normalize_config
+from mla_convert.digest import as_integers, tensor_digest
 from mla_convert.errors import CheckpointError, FormatError
-from mla_convert.folders import Layout, Stored, find_tensors, open_folder, read_config
-from mla_convert.formats import count_nonfinite, refuse_nonfinite, refuse_overflow
+from mla_convert.folders import Layout, Stored, find_tensors, open_folder, read_config, read_modelopt
+from mla_convert.formats import config_dtype, count_nonfinite, refuse_nonfinite, refuse_overflow
 from mla_convert.hub import HubPath
 from mla_convert.integrity import check_layers
 from mla_convert.paths import reading, source_of
 from mla_convert.quantization_config import parse_quantization
 from mla_convert.quantized import find_quantized, split_name
 from mla_convert.readers import Codes
-from mla_convert.shards import is_readable, parse_json, read_metadata, read_piece
+from mla_convert.shards import read_metadata, read_piece
 from mla_convert.source_schemes import Quantization, SourceScheme
 
 
@@ -83,10 +84,10 @@ class Checkpoint:
         self.config = normalize_config(self.raw_config)
         self.family = find_family(self.config)
         layer_specs(self.config)  # what the config alone rules out is said before any file is opened
-        self.quantization = parse_quantization(self.raw_config | self.config, _modelopt(path))
+        self.quantization = parse_quantization(self.raw_config | self.config, read_modelopt(path))
         for key in ("quantization_config", "compression_config"):
             self.config.pop(key, None)
-        self._default_dtype = _config_dtype(self.config)
+        self._default_dtype = config_dtype(self.config)
         self.layout, self._tensors = find_tensors(path)
         modules = {split_name(name)[0] for name in self._tensors}
         self.layers = layer_specs(self.config, modules)
@@ -165,10 +166,12 @@ class Checkpoint:
         """
         tensor = self._find(name)
         if tensor.axis is not None:
-            return torch.cat([_raw(read_piece(piece)) for piece in tensor.pieces], tensor.axis).view(tensor.dtype)
+            return torch.cat([as_integers(read_piece(piece)) for piece in tensor.pieces], tensor.axis).view(
+                tensor.dtype
+            )
         first = read_piece(tensor.pieces[0], memory)
         for piece in tensor.pieces[1:]:
-            if not torch.equal(_raw(first), _raw(read_piece(piece))):
+            if not torch.equal(as_integers(first), as_integers(read_piece(piece))):
                 raise CheckpointError(
                     f"{name} differs between {tensor.pieces[0].file.name} and {piece.file.name}, which each hold a "
                     "whole copy of it; the parts are not of one checkpoint: fetch or split it again"
@@ -238,37 +241,9 @@ class Checkpoint:
         return self._tensors[name]
 
 
-def tensor_digest(tensor: torch.Tensor) -> str:
-    """SHA-256, in hex, of a CPU tensor's bytes in row-major order, whatever its dtype and strides."""
-    return hashlib.sha256(_raw(tensor.contiguous()).reshape(-1).view(torch.uint8).numpy().data).hexdigest()
-
-
-def _raw(tensor: torch.Tensor) -> torch.Tensor:
-    """The same bytes as integers, which every operation of PyTorch takes; equality then also holds for NaN."""
-    sizes = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return tensor.view(sizes[tensor.element_size()])
-
-
-def _modelopt(path: pathlib.Path) -> dict[str, Any] | None:
-    """ModelOpt's own file, where the folder has it."""
-    file = path / "hf_quant_config.json"
-    if not is_readable(file):
-        return None
-    return parse_json(file.read_bytes(), what=str(file), hint="take the one that belongs to the checkpoint")
-
-
 def _metadata(tensors: Mapping[str, Stored], quantization: Quantization | None) -> dict[str, str]:
     """What the files say of themselves; needed for torchao's weights alone, and empty for others."""
     if quantization is None or quantization.method != "torchao":
         return {}
     files = {piece.file: None for tensor in tensors.values() for piece in tensor.pieces}
     return {key: value for file in files for key, value in read_metadata(file).items()}
-
-
-def _config_dtype(config: dict[str, Any]) -> torch.dtype:
-    """The config's dtype; bfloat16 without one, the dtype that every public FP8 checkpoint was trained in."""
-    name = config.get("dtype") or "bfloat16"
-    dtype = getattr(torch, str(name), None)
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize == 1:
-        raise FormatError(f"the config gives dtype = {name!r}; supported are float32, bfloat16 and float16")
-    return dtype

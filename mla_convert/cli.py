@@ -5,31 +5,17 @@ Everything heavy is imported inside a command, so that ``--help`` answers at onc
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-import typer.core
 
 from mla_convert import cli_tables, console, version
 from mla_convert.cli_options import Absorbed, Codes, Dtype, Form, JsonTarget, Kept, KeptCodes, Link, Out, Source, Target
+from mla_convert.cli_program import Program
 from mla_convert.quiet import only_errors
-from mla_convert.wording import as_typed
-
-
-class _Program(typer.core.TyperGroup):
-    """The group of commands, with every command run inside the error boundary."""
-
-    def main(self, *args: Any, **kwargs: Any) -> Any:
-        console.print_anything()
-        return super().main(*args, **kwargs)
-
-    def invoke(self, ctx: Any) -> Any:
-        with console.error_boundary(), as_typed():
-            return super().invoke(ctx)
-
 
 app = typer.Typer(
-    cls=_Program,
+    cls=Program,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

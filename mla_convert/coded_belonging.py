@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from mla_convert.absorption import split_kv_b, split_q_b
-from mla_convert.belonging import Comparison
+from mla_convert.comparison import Comparison
 from mla_convert.geometry import MLAGeometry
 from mla_convert.manifest import StoredTensor
 from mla_convert.quantization import Quantized

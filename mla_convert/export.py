@@ -16,11 +16,11 @@ import torch
 
 from mla_convert.checkpoint import Checkpoint
 from mla_convert.errors import FormatError, UsageError
+from mla_convert.job import Job
 from mla_convert.journal import fingerprint
 from mla_convert.memory import Buffers
 from mla_convert.native import Placement
 from mla_convert.native_export import native_name
-from mla_convert.run import Job
 from mla_convert.shard_plan import FileTensor, PlannedFile, plan_shards
 from mla_convert.watch import Watch
 from mla_convert.wording import option

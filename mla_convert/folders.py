@@ -63,6 +63,14 @@ def read_config(path: pathlib.Path) -> dict[str, Any]:
     return parse_json(file.read_bytes(), what=str(file), hint="correct it, or take the one that belongs to the model")
 
 
+def read_modelopt(path: pathlib.Path) -> dict[str, Any] | None:
+    """ModelOpt's own file, where the folder has it."""
+    file = path / "hf_quant_config.json"
+    if not is_readable(file):
+        return None
+    return parse_json(file.read_bytes(), what=str(file), hint="take the one that belongs to the checkpoint")
+
+
 def find_tensors(path: pathlib.Path) -> tuple[Layout, dict[str, Stored]]:
     """The folder's layout and its tensors under Hugging Face names; only headers are read."""
     parts = sorted(file for file in path.iterdir() if native.PART_FILE.fullmatch(file.name))

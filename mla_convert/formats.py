@@ -10,7 +10,8 @@ for each row, or for the whole tensor, is the same with blocks of that size. Oth
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 
@@ -149,3 +150,12 @@ def refuse_overflow(name: str, lost: int, total: int, dtype: torch.dtype) -> Non
         raise FormatError(
             f"{name} has {lost} values (of {total}) too large for {plain(dtype)}; use bfloat16 or float32 instead"
         )
+
+
+def config_dtype(config: Mapping[str, Any]) -> torch.dtype:
+    """The config's dtype; bfloat16 without one, the dtype that every public FP8 checkpoint was trained in."""
+    name = config.get("dtype") or "bfloat16"
+    dtype = getattr(torch, str(name), None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize == 1:
+        raise FormatError(f"the config gives dtype = {name!r}; supported are float32, bfloat16 and float16")
+    return dtype

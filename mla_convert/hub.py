@@ -119,7 +119,7 @@ class HubPath(_Path):
 
     def cached(self) -> pathlib.Path | None:
         """The whole file in the hub client's cache, if it is there."""
-        return in_cache(self.repo_id, self.inside, self.commit)
+        return hub_listings.in_cache(self.repo_id, self.inside, self.commit)
 
     def missing(self, start: int, nbytes: int) -> int:
         """How many of these bytes of the file would have to be fetched."""
@@ -219,7 +219,7 @@ def _known(repo_id: str, revision: str, why: str) -> HubPath:
     """What was read before; CheckpointError with ``why`` where nothing was."""
     commit = hub_listings.remembered(repo_id, revision)
     if commit is None:
-        config = in_cache(repo_id, "config.json", revision)
+        config = hub_listings.in_cache(repo_id, "config.json", revision)
         commit = config.parent.name if config is not None else None
     if commit is None:
         raise CheckpointError(
@@ -235,19 +235,11 @@ def _listing(repo_id: str, commit: str) -> dict[str, int]:
     listed = hub_listings.listing(repo_id, commit)
     if listed is not None:
         return listed
-    config = in_cache(repo_id, "config.json", commit)
+    config = hub_listings.in_cache(repo_id, "config.json", commit)
     if config is None:
         return {}
     files = (file for file in config.parent.rglob("*") if file.is_file())
     return {file.relative_to(config.parent).as_posix(): file.stat().st_size for file in files}
-
-
-def in_cache(repo_id: str, name: str, revision: str) -> pathlib.Path | None:
-    """A file of a repository in the hub client's cache, if it is there."""
-    from huggingface_hub import constants, try_to_load_from_cache
-
-    found = try_to_load_from_cache(repo_id, name, cache_dir=constants.HF_HUB_CACHE, revision=revision)
-    return pathlib.Path(found) if isinstance(found, str) else None
 
 
 _refuse_the_rest()

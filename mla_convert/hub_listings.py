@@ -52,3 +52,11 @@ def _write(file: pathlib.Path, text: str) -> None:
     beside = file.with_name(f".{uuid.uuid4().hex}")
     disk.write_text(beside, text)
     os.replace(beside, file)
+
+
+def in_cache(repo_id: str, name: str, revision: str) -> pathlib.Path | None:
+    """A file of a repository in the hub client's cache, if it is there."""
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    found = try_to_load_from_cache(repo_id, name, cache_dir=constants.HF_HUB_CACHE, revision=revision)
+    return pathlib.Path(found) if isinstance(found, str) else None

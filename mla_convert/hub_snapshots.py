@@ -7,7 +7,8 @@ import os
 import pathlib
 
 from mla_convert.errors import CheckpointError
-from mla_convert.hub import in_cache, is_hub_id, split_id
+from mla_convert.hub import is_hub_id, split_id
+from mla_convert.hub_listings import in_cache
 
 
 def local_folder(source: pathlib.Path) -> pathlib.Path:

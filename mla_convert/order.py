@@ -17,6 +17,7 @@ from mla_convert.coding import Rounder, nearest
 from mla_convert.destination import CARD, CONFIG, FOLDER, INDEX, MANIFEST, Goal, destination
 from mla_convert.errors import UsageError
 from mla_convert.hub import HubPath
+from mla_convert.job import Job
 from mla_convert.manifest import Manifest
 from mla_convert.model_card import layout_card, model_card, standalone_card
 from mla_convert.native import hf_config, is_native_config
@@ -24,7 +25,6 @@ from mla_convert.native_export import native_config
 from mla_convert.origin import Origin
 from mla_convert.placing import companions, needs_copies
 from mla_convert.recipe import PlannedLayer
-from mla_convert.run import Job
 from mla_convert.shard_plan import index_text
 from mla_convert.sidecar import sidecar_job
 from mla_convert.watch import Watch

@@ -19,7 +19,7 @@ from mla_convert.geometry import MLAGeometry
 from mla_convert.manifest import SourceTensor
 from mla_convert.recipe import PlannedLayer
 from mla_convert.rounding import Rounding
-from mla_convert.storage import describe_source
+from mla_convert.source_tensors import describe_source
 
 #: Bytes of a stored tensor that are made at a time.
 BLOCK_BYTES = 1 << 24

@@ -22,8 +22,8 @@ from mla_convert.divergence import compare, quantile
 from mla_convert.errors import UsageError
 from mla_convert.patches.apply import patched
 from mla_convert.patches.loading import load_original
+from mla_convert.patches.modules import module_geometry
 from mla_convert.patches.recognition import attention_modules
-from mla_convert.patches.weights import module_geometry
 from mla_convert.prompts import Prompts, read_prompts
 from mla_convert.quality_report import LayerChange, Quality, QualityReport
 from mla_convert.quantization import quantize

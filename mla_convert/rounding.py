@@ -44,8 +44,8 @@ class Rounding:
     def round_into(self, stored: Tensor, reference: Tensor, *, every: int = 1) -> Tensor:
         """:meth:`round` into memory that is there, ``stored``, of the reference's shape and any strides; returns it.
 
-        Only ``every`` so manieth row, none where that is 0, is compared with what is stored of it. That all values are
-        finite, and fit, is looked at in any case.
+        One row in ``every`` (0: none) is compared with what is stored of it. That all values are finite, and fit, is
+        looked at in any case.
         """
         piece = _PIECE if torch.get_num_threads() == 1 else _PIECE // 8
         rows = max(1, piece // max(1, reference[:1].numel()))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-import dataclasses
 import pathlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -19,45 +18,15 @@ from typing import Any
 from mla_convert import journal, ranks
 from mla_convert.destination import Goal, check_free_names, disk_errors, locked
 from mla_convert.errors import MLAConvertError, OutputError
+from mla_convert.job import Job
 from mla_convert.journal import Journal, Record, WrittenBlock
 from mla_convert.presence import Presence
 from mla_convert.ranks import World
 from mla_convert.remains import INCOMPLETE, LOCK, refuse_others, remove_remains, remove_unbegun, take_back
-from mla_convert.shard_plan import PlannedFile
 from mla_convert.work import Block, Unit, default_workers, run_units
 from mla_convert.writing import Staging, make_folders
 
 _SPARE_MEMORY = 1 << 26
-
-
-@dataclasses.dataclass(frozen=True)
-class Job:
-    """What is made: ``files``, by ``units``. ``plan`` is one text for everything that decides the bytes.
-
-    ``largest`` is the largest tensor read or written, in bytes, ``noun`` what units are called, and ``release`` lets go
-    of the memory that they have shared, when they have ended.
-    """
-
-    files: tuple[PlannedFile, ...]
-    units: tuple[Unit, ...]
-    plan: str
-    largest: int
-    noun: str = "layers"
-    release: Callable[[], None] = lambda: None
-
-    @property
-    def bytes_out(self) -> int:
-        """Bytes of all files."""
-        return sum(file.nbytes for file in self.files)
-
-    def groups(self) -> list[tuple[int, ...]]:
-        """Files that must be written by one process, since a unit writes to several of them."""
-        joined: dict[int, set[int]] = {file: {file} for file in range(len(self.files))}
-        for unit in self.units:
-            together = set().union(*(joined[file] for file in unit.files))
-            for file in together:
-                joined[file] = together
-        return sorted({tuple(sorted(group)) for group in joined.values()})
 
 
 class Run:

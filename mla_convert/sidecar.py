@@ -16,6 +16,7 @@ from mla_convert.checkpoint import Checkpoint
 from mla_convert.coding import Rounder, code_tensor, nearest, tag_of
 from mla_convert.destination import SHARD
 from mla_convert.formats import plain
+from mla_convert.job import Job
 from mla_convert.journal import fingerprint
 from mla_convert.manifest import Manifest, Source, SourceTensor, StoredLayer, StoredTensor, source_to_dict
 from mla_convert.manifest_reading import source_from_dict
@@ -23,7 +24,6 @@ from mla_convert.memory import Memory, Scratch
 from mla_convert.products import Operands, block_ranges, heads_of, make_block, read_operands
 from mla_convert.recipe import PlannedLayer
 from mla_convert.rounding import Rounding
-from mla_convert.run import Job
 from mla_convert.shard_plan import FileTensor, PlannedFile, plan_shards
 from mla_convert.watch import Watch
 from mla_convert.work import Block, Loaded, Made, Unit

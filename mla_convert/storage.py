@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mla_convert.checkpoint import Checkpoint, tensor_digest
+from mla_convert.checkpoint import Checkpoint
 from mla_convert.destination import FOLDER, INDEX, MANIFEST, tidy
 from mla_convert.errors import CheckpointError, MismatchError, SidecarError
 from mla_convert.formats import count_nonfinite, plain
@@ -22,6 +22,7 @@ from mla_convert.quantization import Quantized
 from mla_convert.remains import INCOMPLETE
 from mla_convert.shard_plan import FileTensor
 from mla_convert.shards import Piece, parse_json, read_header, read_piece
+from mla_convert.source_tensors import describe_source
 
 _AGAIN = "convert the source again into a new folder"
 
@@ -174,20 +175,6 @@ def own_sidecar(source: str | os.PathLike[str]) -> str | None:
     """``source`` itself where its subfolder ``mla_absorbed`` is there, to be opened with it; else None."""
     with reading(source_of(source), CheckpointError, "check its rights"):
         return os.fspath(source) if (source_of(source) / FOLDER).is_dir() else None
-
-
-def describe_source(checkpoint: Checkpoint, name: str, stored: Tensor | None = None) -> SourceTensor:
-    """What the manifest records of one source tensor; reads it to hash it, where it is not given as ``stored``."""
-    info, scheme = checkpoint.info(name), checkpoint.scheme(name)
-    return SourceTensor(
-        name=name,
-        shape=info.shape,
-        dtype=plain(info.dtype),
-        sha256=checkpoint.digest(name) if stored is None else tensor_digest(stored),
-        source_dtype=checkpoint.source_dtype(name),
-        form=None if scheme is None else scheme.label,
-        companions=checkpoint.companion_digests(name),
-    )
 
 
 def _find(folder: pathlib.Path) -> pathlib.Path:

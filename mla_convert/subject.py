@@ -19,9 +19,9 @@ from mla_convert.hub_snapshots import local_folder
 from mla_convert.judgement import StageReport
 from mla_convert.manifest import Manifest
 from mla_convert.patches.loading import load_original
+from mla_convert.patches.modules import weight_dtype
 from mla_convert.patches.plain_copy import check_numbers, code_labels, plain_copy
 from mla_convert.patches.recognition import attention_modules
-from mla_convert.patches.weights import weight_dtype
 from mla_convert.paths import source_of
 from mla_convert.quiet import no_loading_bars
 from mla_convert.schemes import Scheme

@@ -12,26 +12,21 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from mla_convert.architectures import Family
-from mla_convert.errors import PatchError, UsageError
-from mla_convert.kernels.dispatch import choose_backend, describe_backend
+from mla_convert.errors import PatchError
+from mla_convert.kernels.dispatch import describe_backend
 from mla_convert.patches.adapters import unwrapped
 from mla_convert.patches.attention import registered_name
-from mla_convert.patches.cache import LatentCache
-from mla_convert.patches.cache_formats import parse_cache
 from mla_convert.patches.cache_rows import code_dtype
-from mla_convert.patches.coded import check_codes
 from mla_convert.patches.description import PatchDescription, products_of, read_through
 from mla_convert.patches.installing import install, uninstall
 from mla_convert.patches.layer import AbsorbedLayer, Options, layer_of
 from mla_convert.patches.originals import PREFIX
-from mla_convert.patches.recognition import attention_modules, attention_setting, family_of, resolve_forms
+from mla_convert.patches.preparing import build_layer, parse_options
+from mla_convert.patches.recognition import attention_modules, attention_setting, family_of
 from mla_convert.patches.refusals import add_refusals, remove_refusals
 from mla_convert.patches.sidecar import Asked, Sidecar, check_kept
-from mla_convert.patches.sources import check_fusable, check_readable, check_whole
 from mla_convert.patches.versions import check_sparse, check_transformers
 from mla_convert.patches.warming import warm_model
-from mla_convert.patches.weights import query_name
 from mla_convert.recipe import parse_forms
 
 logger = logging.getLogger(__name__)
@@ -147,7 +142,7 @@ def patch(
     check_transformers()
     model = unwrapped(model)
     asked = Asked(**parse_forms(form, qk, vo))
-    options = _options(model, backend, prefill_threshold, cache, codes)
+    options = parse_options(model, backend, prefill_threshold, cache, codes)
     modules = attention_modules(model)
     _check_unpatched(model, modules)
     parts = [module for _, module in modules]
@@ -158,7 +153,7 @@ def patch(
     original = _config_of(modules)._attn_implementation
     registered = registered_name(original)
     setting = attention_setting(model, parts, registered)
-    layers = [_build(name, module, family, asked, options, sidecar) for name, module in modules]
+    layers = [build_layer(name, module, family, asked, options, sidecar) for name, module in modules]
     state = PatchState(
         family.model_type if family else "unknown", original, options, None if sidecar is None else sidecar.label
     )
@@ -220,38 +215,8 @@ def _check_unpatched(model: Any, modules: Sequence[tuple[str, nn.Module]]) -> No
         )
 
 
-def _options(model: Any, backend: str, prefill_threshold: int | str, cache: str, codes: str) -> Options:
-    if not isinstance(model, PreTrainedModel):
-        raise UsageError(
-            f"patch takes a transformers model, found {type(model).__name__}: load it first, or call mla_convert.load"
-        )
-    form = parse_cache(cache)
-    check_codes(codes)
-    choose_backend(backend, model.device, code_dtype(form), model.dtype)
-    whole = isinstance(prefill_threshold, int) and not isinstance(prefill_threshold, bool) and prefill_threshold >= 0
-    if not whole and prefill_threshold != "auto":
-        raise UsageError(f'prefill_threshold is "auto" or a number of tokens from 0, found {prefill_threshold!r}')
-    if form is not None and form.coded:
-        LatentCache(model.config, format=str(form))  # refuses what no layer of the model could use
-    return Options(backend, prefill_threshold, cache, str(codes))
-
-
 def _config_of(modules: Sequence[tuple[str, nn.Module]]) -> Any:
     return modules[0][1].config
-
-
-def _build(
-    name: str, module: Any, family: Family | None, asked: Asked, options: Options, sidecar: Sidecar | None
-) -> AbsorbedLayer:
-    check_readable(f"{name}.kv_b_proj", module.kv_b_proj)
-    if sidecar is not None:
-        check_whole(f"{name}.kv_b_proj", module.kv_b_proj, sidecar.label)
-    stored = None if sidecar is None else sidecar.stored(name, module, asked)
-    forms = resolve_forms(module, family, asked.qk, asked.vo) if stored is None else stored.forms
-    for part, form in ((query_name(module), forms.qk), ("o_proj", forms.vo)):
-        if form == "fused":
-            check_fusable(f"{name}.{part}", getattr(module, part))
-    return AbsorbedLayer(module, name, forms, options, stored)
 
 
 def _take_back(model: Any, modules: Sequence[nn.Module], original: str) -> None:

@@ -17,7 +17,8 @@ from mla_convert.errors import MismatchError, UsageError
 from mla_convert.patches.cache_files import read_layers, write_layers
 from mla_convert.patches.cache_formats import CacheFormat, parse_format
 from mla_convert.patches.cache_rows import RowLayout
-from mla_convert.patches.latent_layer import LatentLayer, refuse_length
+from mla_convert.patches.latent_checks import check_widths, refuse_length
+from mla_convert.patches.latent_layer import LatentLayer
 from mla_convert.recipe import parse_device
 
 
@@ -147,7 +148,7 @@ class LatentCache(DynamicCache):
             )
         for index, layer in enumerate(layers):
             layer.expected = getattr(plain[index], "expected", None) if plain else None
-            layer.check_widths(f"{path}, layer {index}")
+            check_widths(layer.layout, layer.expected, f"{path}, layer {index}")
         cache = cls(config, format=str(layers[0].form) if layers else "model", capacity=capacity)
         cache.layers = list(layers)
         return cache

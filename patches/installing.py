@@ -9,8 +9,8 @@ from torch import nn
 from mla_convert.patches.attention import begin_call, end_call, passed_through
 from mla_convert.patches.fused import FusedOutput, FusedQuery
 from mla_convert.patches.layer import ATTRIBUTE, AbsorbedLayer, layer_of
+from mla_convert.patches.modules import query_name
 from mla_convert.patches.selection import METHOD, KeptSelection
-from mla_convert.patches.weights import query_name
 
 
 def install(module: nn.Module, layer: AbsorbedLayer) -> None:

@@ -16,20 +16,15 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
-from mla_convert.errors import ArgumentError, MismatchError, UsageError
+from mla_convert.errors import UsageError
 from mla_convert.patches.cache_formats import CacheFormat
 from mla_convert.patches.cache_rows import RowLayout
 from mla_convert.patches.call import Handover
+from mla_convert.patches.latent_checks import check_room, fitting_layout, refuse_length
 from mla_convert.patches.rounding import with_gradient
 
 #: Tokens of room behind a newly allocated history: this many, or a quarter of it.
 SMALLEST_ROOM = 128
-
-
-def refuse_length(tokens_to_remove: int) -> None:
-    """ArgumentError for what ``crop`` does not take: a positive number, or one that is not whole."""
-    if tokens_to_remove > 0 or tokens_to_remove != int(tokens_to_remove):
-        raise ArgumentError(f"crop takes minus the number of tokens to remove, found {tokens_to_remove}")
 
 
 class LatentLayer(DynamicLayer):  # type: ignore[no-untyped-call]
@@ -106,9 +101,10 @@ class LatentLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        layout = self._check(key_states, value_states)
+        stored = None if self.rows is None or self.layout is None else (self.rows.shape[0], self.layout)
+        layout = fitting_layout(key_states, value_states, self.form, self.expected, stored)
         stop = self.length + key_states.shape[2]
-        self._check_capacity(stop)
+        check_room(self.length, stop, self.capacity)
         graph = torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad)
         if graph and not layout.form.coded:
             self._append_differentiably(key_states, value_states)
@@ -130,29 +126,6 @@ class LatentLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         handover.fields["latent_scale"] = layout.scale(rows)
         return layout.codes(rows)[:, None], layout.k_rope(rows)[:, None]
 
-    def _check(self, key_states: Tensor, value_states: Tensor) -> RowLayout:
-        if key_states.shape[1] != 1 or value_states.shape[:3] != key_states.shape[:3]:
-            raise UsageError(
-                f"LatentCache stores [B, 1, S, C] latents and [B, 1, S, R] rotary keys; found "
-                f"{list(key_states.shape)} and {list(value_states.shape)}. Use DynamicCache for models without latents."
-            )
-        batch, found = key_states.shape[0], (key_states.shape[3], value_states.shape[3])
-        if self.expected not in (None, found):
-            raise UsageError(
-                f"this LatentCache was made for a model with (C, R) = {self.expected}, the new tokens have {found}: "
-                "make it from the config of the model it is used with"
-            )
-        if self.rows is None or self.layout is None:
-            return RowLayout(self.form, *found, key_states.dtype)
-        layout = self.layout
-        stored = (self.rows.shape[0], layout.latent, layout.rope, layout.dtype)
-        if stored != (batch, *found, key_states.dtype):
-            raise UsageError(
-                f"this LatentCache holds (batch, C, R, dtype) = {stored}, the new tokens have "
-                f"{(batch, *found, key_states.dtype)}: a cache belongs to one model and one batch"
-            )
-        return layout
-
     def _room_for(self, tokens: int, layout: RowLayout, like: Tensor) -> Tensor:
         """The buffer, with room for ``tokens``, this layer's alone, and writable here."""
         rows = self.rows
@@ -172,21 +145,6 @@ class LatentLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         self.rows, self.layout, self.form, self.length = rows, layout, layout.form, rows.shape[1]
         self.device = rows.device
         self.shared, self.is_initialized = False, True
-
-    def check_widths(self, where: str) -> None:
-        """Raise a MismatchError if what is stored is of another model than expected."""
-        if self.layout is not None and self.expected not in (None, (self.layout.latent, self.layout.rope)):
-            raise MismatchError(
-                f"{where} holds latents with (C, R) = {(self.layout.latent, self.layout.rope)}, the model's are "
-                f"{self.expected}: it was saved with another model"
-            )
-
-    def _check_capacity(self, tokens: int) -> None:
-        if self.capacity is not None and tokens > self.capacity:
-            raise UsageError(
-                f"this LatentCache holds {self.length} of {self.capacity} tokens, its fixed capacity, and was given "
-                f"{tokens - self.length} more: make it larger, or leave capacity out and it grows"
-            )
 
     def _append_differentiably(self, key_states: Tensor, value_states: Tensor) -> None:
         """Where gradients flow through the history, nothing may be written in place."""

@@ -11,8 +11,8 @@ from torch import nn
 from mla_convert.absorption import Form, Forms, choose_form
 from mla_convert.architectures import FAMILIES, Family, find_family
 from mla_convert.errors import PatchError, UnsupportedModelError, UsageError
+from mla_convert.patches.modules import module_geometry, query_name
 from mla_convert.patches.sources import only_plain
-from mla_convert.patches.weights import module_geometry, query_name
 from mla_convert.wording import option
 
 logger = logging.getLogger(__name__)

@@ -16,15 +16,17 @@ from torch import Tensor
 
 from mla_convert.absorption import Forms
 from mla_convert.architectures import projection_of
-from mla_convert.belonging import Comparison, compare_factored, compare_fused_ov, compare_fused_qk
-from mla_convert.checkpoint import tensor_digest
+from mla_convert.belonging import compare_factored, compare_fused_ov, compare_fused_qk
 from mla_convert.coded_belonging import compare_coded
+from mla_convert.comparison import Comparison
+from mla_convert.digest import tensor_digest
 from mla_convert.errors import MismatchError, SidecarError, UsageError
 from mla_convert.formats import plain
 from mla_convert.manifest import SourceTensor, StoredLayer
 from mla_convert.patches.adapters import adds
+from mla_convert.patches.modules import module_geometry, query_name
 from mla_convert.patches.sources import effective_weight
-from mla_convert.patches.weights import Stored, module_geometry, query_name
+from mla_convert.patches.weights import Stored
 from mla_convert.quantization import Quantized
 from mla_convert.recipe import SIDE_NAMES
 from mla_convert.storage import AbsorbedCheckpoint

@@ -307,3 +307,8 @@ def write_coded(folder: pathlib.Path, form: Form, **changes: Any) -> Tensors:
 def set_config(folder: pathlib.Path, **changes: Any) -> None:
     file = folder / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def close(weight: torch.Tensor, values: torch.Tensor, form: Form) -> bool:
+    """Each value within as many float32 roundings as the form's arithmetic has."""
+    return bool(((weight.double() - values).abs() <= form.roundings * 2.0**-24 * values.abs() * (1 + 1e-6)).all())

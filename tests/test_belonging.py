@@ -11,7 +11,8 @@ from torch import Tensor
 from variants import quantize_fp8
 
 from mla_convert.absorption import fuse_ov, fuse_qk, slice_rows, split_kv_b
-from mla_convert.belonging import Comparison, compare_factored, compare_fused_ov, compare_fused_qk
+from mla_convert.belonging import compare_factored, compare_fused_ov, compare_fused_qk
+from mla_convert.comparison import Comparison
 from mla_convert.errors import UsageError
 from mla_convert.geometry import MLAGeometry
 

@@ -28,8 +28,9 @@ from variants import (
     write_parts,
 )
 
-from mla_convert.checkpoint import Checkpoint, tensor_digest
+from mla_convert.checkpoint import Checkpoint
 from mla_convert.conversion import convert
+from mla_convert.digest import tensor_digest
 from mla_convert.errors import CheckpointError
 from mla_convert.source_schemes import SourceScheme
 

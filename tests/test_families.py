@@ -24,8 +24,8 @@ from mla_convert.architectures import FAMILIES, layer_specs, normalize_config
 from mla_convert.checkpoint import Checkpoint
 from mla_convert.errors import UsageError
 from mla_convert.patches.loading import load_original
+from mla_convert.patches.modules import module_geometry
 from mla_convert.patches.recognition import attention_modules
-from mla_convert.patches.weights import module_geometry
 from mla_convert.stages import counted_calls
 
 

@@ -34,7 +34,7 @@ ABOVE_PATCHES = {
     "report",
     "demo",
 }
-TOP = {"cli", "cli_options", "cli_tables", "console", "__main__"}
+TOP = {"cli", "cli_options", "cli_program", "cli_tables", "console", "__main__"}
 ROOMS = ["base", "core", "kernels", "patches", "verification", "command line"]
 
 
