@@ -19,7 +19,11 @@ def leave_checkout() -> None:
 def main() -> None:
     leave_checkout()
     if importlib.util.find_spec("mla_convert.kernels") is None:
-        print("mla_convert is not installed for this Python; run `make demo`, or `pip install -e .`", file=sys.stderr)
+        print(
+            "this checkout of mla_convert is not installed for this Python; run `make demo`, or `pip install -e .` (or "
+            "`mla-convert`, elsewhere than in the checkout, where another copy is installed)",
+            file=sys.stderr,
+        )
         raise SystemExit(2)
     from mla_convert.cli import app
 

@@ -56,9 +56,6 @@ it is stored in. In large ones a part of the rows tells what that costs (:mod:`m
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Literal
-
 import torch
 from torch import Tensor
 
@@ -67,62 +64,11 @@ from mla_convert.formats import plain
 from mla_convert.geometry import MLAGeometry
 from mla_convert.rounding import Rounding, rows_compared
 
-Form = Literal["factored", "fused"]
-FORMS: tuple[Form, ...] = ("factored", "fused")
 #: What the products read and write.
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 # Rows and heads of a fused value side that are formed at a time. A row of one head is short and lies far from the next
 # head's same row: several together are written in longer runs, and are still in the processor's cache when they are.
 _ROWS, _HEADS = 256, 4
-
-
-@dataclasses.dataclass(frozen=True)
-class Forms:
-    """The form of each side of one layer."""
-
-    qk: Form
-    vo: Form
-
-
-@dataclasses.dataclass(frozen=True)
-class SideReads:
-    """Numbers that one side of one layer reads from its weights in a decode step, in either form."""
-
-    factored: int
-    fused: int
-
-    @property
-    def fewer(self) -> Form:
-        """The form that reads fewer; factored where they are equal, since it is exact."""
-        return "fused" if self.fused < self.factored else "factored"
-
-
-@dataclasses.dataclass(frozen=True)
-class Reads:
-    """The figures of both sides of one layer."""
-
-    qk: SideReads
-    vo: SideReads
-
-
-def reads(g: MLAGeometry) -> Reads:
-    """Numbers read per decode step from one layer's weights, per side and form (the module's table)."""
-    return Reads(
-        qk=SideReads(
-            factored=g.num_heads * g.qk_nope_head_dim * (g.kv_lora_rank + g.query_rank),
-            fused=g.num_heads * g.kv_lora_rank * g.query_rank,
-        ),
-        vo=SideReads(
-            factored=g.num_heads * g.v_head_dim * (g.hidden_size + g.kv_lora_rank),
-            fused=g.hidden_size * g.num_heads * g.kv_lora_rank,
-        ),
-    )
-
-
-def choose_form(g: MLAGeometry) -> Forms:
-    """For each side alone the form that reads fewer numbers per decode step."""
-    figures = reads(g)
-    return Forms(qk=figures.qk.fewer, vo=figures.vo.fewer)
 
 
 def split_kv_b(weight: Tensor, g: MLAGeometry) -> tuple[Tensor, Tensor]:
@@ -161,13 +107,16 @@ def fuse_qk(
     wide = _product_dtype(w_uk, q_b, dtype=dtype)
     rounding = rounding or Rounding()
     out = _result(out, (g.num_heads, g.latent_width, g.query_rank), dtype, q_b.device)
+    # Memory that is new for each head costs more than what is done in it: pages have to be cleared first.
     product = torch.empty(g.kv_lora_rank, g.query_rank, dtype=wide, device=q_b.device)
+    widened = torch.empty(g.qk_head_dim, g.query_rank, dtype=wide, device=q_b.device)
+    content, rotary = widened[: g.qk_nope_head_dim], widened[g.qk_nope_head_dim :]
     for head in range(g.num_heads):
         every = rows_compared(head, product.numel())
-        torch.mm(w_uk[head].to(wide).T, w_uq[head].to(wide), out=product)
+        torch.mm(w_uk[head].to(wide).T, content.copy_(w_uq[head]), out=product)
         rounding.round_into(out[head, : g.kv_lora_rank], product, every=every)
         if g.qk_rope_head_dim:
-            rounding.round_into(out[head, g.kv_lora_rank :], w_qr[head].to(wide), every=every)
+            rounding.round_into(out[head, g.kv_lora_rank :], rotary.copy_(w_qr[head]), every=every)
     return out.flatten(0, 1)
 
 
@@ -191,15 +140,17 @@ def fuse_ov(
     out = _result(out, (g.hidden_size, g.num_heads, g.kv_lora_rank), dtype, o.device)
     rows, heads = min(_ROWS, g.hidden_size), min(_HEADS, g.num_heads)
     product = torch.empty(rows, heads, g.kv_lora_rank, dtype=wide, device=o.device)
+    widened = torch.empty(rows, heads, g.v_head_dim, dtype=wide, device=o.device)
     for number, first in enumerate(range(0, g.num_heads, _HEADS)):
         every = rows_compared(number, product.numel())
         right = w_uv[first : first + _HEADS].to(wide)
         for top in range(0, g.hidden_size, _ROWS):
-            left = w_o[top : top + _ROWS, first : first + _HEADS].to(wide)
-            part = product[: left.shape[0], : left.shape[1]]
+            target = out[top : top + _ROWS, first : first + _HEADS]
+            left, part = (memory[: target.shape[0], : target.shape[1]] for memory in (widened, product))
+            left.copy_(w_o[top : top + _ROWS, first : first + _HEADS])
             for head, factor in enumerate(right):
                 torch.mm(left[:, head], factor, out=part[:, head])
-            rounding.round_into(out[top : top + _ROWS, first : first + _HEADS], part, every=every)
+            rounding.round_into(target, part, every=every)
     return out.flatten(1, 2)
 
 

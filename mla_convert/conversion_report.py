@@ -6,11 +6,11 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
-from mla_convert.absorption import Form, SideReads, reads
 from mla_convert.checkpoint import Checkpoint
 from mla_convert.coding import takes_over
 from mla_convert.destination import free_space
 from mla_convert.formats import plain
+from mla_convert.forms import Form, SideReads, reads
 from mla_convert.manifest import Manifest, StoredTensor, quantization_of
 from mla_convert.order import Order
 from mla_convert.quality_report import QualityReport

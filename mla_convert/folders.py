@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 
 from mla_convert import native
+from mla_convert.destination import MANIFEST
 from mla_convert.errors import CheckpointError
 from mla_convert.hub import is_hub_id, open_repository
 from mla_convert.hub_prefetch import prefetch_beginnings
@@ -214,6 +215,8 @@ def _instead(path: pathlib.Path) -> str:
             "it holds pickled weights, which can run code when they are read and are not supported: save the model "
             "again with save_pretrained, which writes safetensors"
         )
+    if MANIFEST in files:
+        return "it holds absorbed weights and no model: give the checkpoint that they belong to, and this folder second"
     return "" if files else "the folder is empty: give the one that holds the checkpoint"
 
 

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from mla_convert import version
-from mla_convert.absorption import Form, Reads, reads
 from mla_convert.formats import plain
+from mla_convert.forms import Form, Reads, reads
 from mla_convert.geometry import MLAGeometry
 from mla_convert.quantization import signal_to_noise
 from mla_convert.schemes import Scheme, quantization_config

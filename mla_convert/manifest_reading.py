@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from mla_convert import version
-from mla_convert.absorption import FLOAT_DTYPES, FORMS
+from mla_convert.absorption import FLOAT_DTYPES
 from mla_convert.errors import CheckpointError, MLAConvertError, SidecarError
 from mla_convert.formats import plain
+from mla_convert.forms import FORMS
 from mla_convert.geometry import MLAGeometry
 from mla_convert.manifest import (
     FORMAT_VERSION,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from mla_convert.absorption import SideReads
+from mla_convert.forms import SideReads
 from mla_convert.manifest import Manifest, StoredLayer
 from mla_convert.origin import Origin
 from mla_convert.version import __version__

@@ -8,11 +8,12 @@ from typing import Literal
 
 import torch
 
-from mla_convert.absorption import FLOAT_DTYPES, FORMS, Form, Forms, choose_form
+from mla_convert.absorption import FLOAT_DTYPES
 from mla_convert.architectures import Family, LayerSpec
 from mla_convert.checkpoint import Checkpoint
 from mla_convert.errors import FormatError, UsageError
 from mla_convert.formats import plain
+from mla_convert.forms import FORMS, Form, Forms, choose_form
 from mla_convert.manifest import KEYS, SUFFIXES, StoredTensor, stored_shape
 from mla_convert.schemes import Scheme
 from mla_convert.wording import option

@@ -138,7 +138,7 @@ def check_plot(target: str | os.PathLike[str]) -> pathlib.Path:
     """Where a plot will go; UsageError, before any long work, where it could not be written."""
     path = new_file(target, option("plot"))
     if importlib.util.find_spec("matplotlib") is None:
-        raise UsageError(f'{option("plot")} needs matplotlib, which is not installed: pip install "mla-convert[plot]"')
+        raise UsageError(f"{option('plot')} needs matplotlib, which is not installed: pip install matplotlib")
     if path.suffix not in PLOTS:
         raise UsageError(
             f"{option('plot')} {path}: the name's ending decides the format; supported are {', '.join(PLOTS)}"

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mla_convert.absorption import Forms
+from mla_convert.forms import Forms
 from mla_convert.kernels.arguments import DecodeArguments
 from mla_convert.kernels.dispatch import decode
 from mla_convert.patches.cache import made_for

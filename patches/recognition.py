@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import nn
 
-from mla_convert.absorption import Form, Forms, choose_form
 from mla_convert.architectures import FAMILIES, Family, find_family
 from mla_convert.errors import PatchError, UnsupportedModelError, UsageError
+from mla_convert.forms import Form, Forms, choose_form
 from mla_convert.patches.modules import module_geometry, query_name
 from mla_convert.patches.sources import only_plain
 from mla_convert.wording import option

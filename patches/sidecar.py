@@ -14,7 +14,6 @@ from typing import Any
 import transformers
 from torch import Tensor
 
-from mla_convert.absorption import Forms
 from mla_convert.architectures import projection_of
 from mla_convert.belonging import compare_factored, compare_fused_ov, compare_fused_qk
 from mla_convert.coded_belonging import compare_coded
@@ -22,6 +21,7 @@ from mla_convert.comparison import Comparison
 from mla_convert.digest import tensor_digest
 from mla_convert.errors import MismatchError, SidecarError, UsageError
 from mla_convert.formats import plain
+from mla_convert.forms import Forms
 from mla_convert.manifest import SourceTensor, StoredLayer
 from mla_convert.patches.adapters import adds
 from mla_convert.patches.modules import module_geometry, query_name

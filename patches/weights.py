@@ -13,8 +13,9 @@ import dataclasses
 import torch
 from torch import Tensor, nn
 
-from mla_convert.absorption import Forms, fuse_ov, fuse_qk, split_kv_b
+from mla_convert.absorption import fuse_ov, fuse_qk, split_kv_b
 from mla_convert.errors import PatchError, StaleWeightsError
+from mla_convert.forms import Forms
 from mla_convert.patches.coded import PLAIN as DEQUANTIZED
 from mla_convert.patches.coded import CodedProjection, choose_product, describe_product
 from mla_convert.patches.freshness import Owner, Source

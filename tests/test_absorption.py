@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mla_convert import absorption
 from mla_convert.errors import FormatError, MLAConvertError, UsageError
+from mla_convert.forms import choose_form, reads
 from mla_convert.geometry import MLAGeometry
 from mla_convert.rounding import Rounding
 
@@ -217,12 +218,12 @@ def test_lowered_matmul_precision_does_not_reach_the_products(api: str) -> None:
     ids=["V3", "V2-Lite", "both", "key side", "value side", "tie"],
 )
 def test_choice_of_form(shape: tuple[int, ...], forms: tuple[str, str]) -> None:
-    choice = absorption.choose_form(geometry(*shape))
+    choice = choose_form(geometry(*shape))
     assert (choice.qk, choice.vo) == forms
 
 
 def test_figures_of_deepseek_v3() -> None:
-    figures = absorption.reads(V3)
+    figures = reads(V3)
     assert (figures.qk.factored, figures.qk.fused) == (33_554_432, 100_663_296)
     assert (figures.vo.factored, figures.vo.fused) == (125_829_120, 469_762_048)
 
@@ -230,7 +231,7 @@ def test_figures_of_deepseek_v3() -> None:
 def test_figures_count_the_stored_numbers(g: MLAGeometry) -> None:
     kv_b, q_b, o = weights(g, torch.float32)
     w_uk, w_uv = absorption.split_kv_b(kv_b, g)
-    figures = absorption.reads(g)
+    figures = reads(g)
     rotary = g.num_heads * g.qk_rope_head_dim * g.query_rank
     assert figures.qk.fused == absorption.fuse_qk(w_uk, q_b, g, torch.float32).numel() - rotary
     assert figures.qk.factored == absorption.slice_rows(w_uk, torch.float32).numel() + q_b.numel() - rotary

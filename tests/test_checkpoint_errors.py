@@ -369,3 +369,9 @@ def test_paths_that_are_no_folders(tmp_path: pathlib.Path) -> None:
     (tmp_path / "nothing").mkdir()
     with pytest.raises(CheckpointError, match="the folder is empty"):
         Checkpoint.open(tmp_path / "nothing")
+
+
+def test_absorbed_weights_in_the_models_place(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "mla_manifest.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"has no config\.json; it holds absorbed weights .* give the checkpoint"):
+        Checkpoint.open(tmp_path)

@@ -19,10 +19,10 @@ from patching import BOUND, state_of
 from transformers import CONFIG_MAPPING, AutoModel, PreTrainedModel
 
 import mla_convert
-from mla_convert.absorption import reads
 from mla_convert.architectures import FAMILIES, layer_specs, normalize_config
 from mla_convert.checkpoint import Checkpoint
 from mla_convert.errors import UsageError
+from mla_convert.forms import reads
 from mla_convert.patches.loading import load_original
 from mla_convert.patches.modules import module_geometry
 from mla_convert.patches.recognition import attention_modules
