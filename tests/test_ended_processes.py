@@ -47,7 +47,8 @@ def test_kill_9_between_two_renames(example_path: pathlib.Path, tmp_path: pathli
 
 
 SLOW = """
-import sys, threading
+import signal, sys, threading
+signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts in the background ignores it
 from mla_convert import sidecar, work
 from mla_convert.cli import app
 read, end, ending = sidecar.read_operands, work._Pool.stop, threading.Event()
