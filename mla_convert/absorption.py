@@ -68,7 +68,7 @@ from mla_convert.rounding import Rounding, rows_compared
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 # Rows and heads of a fused value side that are formed at a time. A row of one head is short and lies far from the next
 # head's same row: several together are written in longer runs, and are still in the processor's cache when they are.
-_ROWS, _HEADS = 256, 4
+_ROWS, _HEADS = 128, 4
 
 
 def split_kv_b(weight: Tensor, g: MLAGeometry) -> tuple[Tensor, Tensor]:
@@ -139,18 +139,17 @@ def fuse_ov(
     w_o = o.reshape(g.hidden_size, g.num_heads, g.v_head_dim)
     out = _result(out, (g.hidden_size, g.num_heads, g.kv_lora_rank), dtype, o.device)
     rows, heads = min(_ROWS, g.hidden_size), min(_HEADS, g.num_heads)
-    product = torch.empty(rows, heads, g.kv_lora_rank, dtype=wide, device=o.device)
+    product = torch.empty(heads, rows, g.kv_lora_rank, dtype=wide, device=o.device)
     widened = torch.empty(rows, heads, g.v_head_dim, dtype=wide, device=o.device)
     for number, first in enumerate(range(0, g.num_heads, _HEADS)):
         every = rows_compared(number, product.numel())
         right = w_uv[first : first + _HEADS].to(wide)
         for top in range(0, g.hidden_size, _ROWS):
             target = out[top : top + _ROWS, first : first + _HEADS]
-            left, part = (memory[: target.shape[0], : target.shape[1]] for memory in (widened, product))
-            left.copy_(w_o[top : top + _ROWS, first : first + _HEADS])
-            for head, factor in enumerate(right):
-                torch.mm(left[:, head], factor, out=part[:, head])
-            rounding.round_into(target, part, every=every)
+            left = widened[: target.shape[0], : target.shape[1]].copy_(w_o[top : top + _ROWS, first : first + _HEADS])
+            part = product[: target.shape[1], : target.shape[0]]
+            torch.bmm(left.transpose(0, 1), right, out=part)
+            rounding.round_into(target, part.transpose(0, 1), every=every)
     return out.flatten(1, 2)
 
 

@@ -32,12 +32,17 @@ _memory = _Memory()
 def gathered(pieces: Iterable[memoryview], start: int) -> Iterator[memoryview]:
     """``pieces``, one after the other, which are to stand in a file from byte ``start`` on, in chunks.
 
-    A chunk lies in the calling thread's own memory, and is good until the next is asked for.
+    A chunk is a part of a piece that lies right as it is, or else lies in the calling thread's own memory and is good
+    until the next is asked for.
     """
     memory = _memory.bytes
     begin = end = start % PAGE
     for piece in pieces:
         done = 0
+        if begin == end == 0 and len(piece) >= PAGE and address(piece) % PAGE == 0:
+            done = len(piece) - len(piece) % PAGE
+            for first in range(0, done, CHUNK):
+                yield piece[first : min(first + CHUNK, done)]
         while done < len(piece):
             count = min(len(piece) - done, CHUNK - end)
             # A copy of arrays leaves Python's lock to others, one of memoryviews does not.

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
+from mla_convert.gathering import PAGE
+
 
 class Scratch:
     """Memory for the blocks that are made and written; a few exist at a time, and each is used again."""
@@ -20,12 +22,13 @@ class Scratch:
         self._lock = threading.Lock()
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Callable[[], None]]:
-        """Uninitialized memory on the host, and the function that gives it back."""
+        """Uninitialized memory on the host, from the beginning of a page on, and the function that gives it back."""
         nbytes = math.prod(shape) * dtype.itemsize
         with self._lock:
             buffer = self._free.pop() if self._free else None
         if buffer is None or len(buffer) < nbytes:
-            buffer = torch.empty(nbytes, dtype=torch.uint8)
+            buffer = torch.empty(nbytes + PAGE, dtype=torch.uint8)
+            buffer = buffer[-buffer.data_ptr() % PAGE :]
         return buffer[:nbytes].view(dtype).view(shape), functools.partial(self._give, buffer)
 
     def _give(self, buffer: Tensor) -> None:

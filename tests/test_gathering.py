@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import random
 
 import pytest
@@ -24,6 +25,22 @@ def test_chunks_are_the_pieces_and_end_with_pages(sizes: tuple[int, ...], start:
         assert at % PAGE == 0 or len(found) == len(data)
     assert found == data
     assert len(data) < CHUNK or max(map(len, gathered(pieces, start))) > CHUNK - PAGE
+
+
+@pytest.mark.parametrize("nbytes", [PAGE - 1, PAGE, 2 * PAGE + 5, 2 * CHUNK + PAGE + 5])
+@pytest.mark.parametrize(("start", "offset"), [(0, 0), (3 * PAGE, 0), (PAGE, 8), (8, 8)])
+def test_whole_pages_that_lie_right_are_not_copied(nbytes: int, start: int, offset: int) -> None:
+    memory = memoryview(mmap.mmap(-1, nbytes + 2 * PAGE))
+    memory[:] = random.Random(0).randbytes(len(memory))
+    piece = memory[offset : offset + nbytes]
+    found, copied = bytearray(), 0
+    for chunk in gathered([piece, piece[:7]], start):
+        copied += not 0 <= address(chunk) - address(memory) < len(memory)
+        assert len(chunk) <= CHUNK and address(chunk) % PAGE == (start + len(found)) % PAGE
+        found += chunk
+    assert found == bytes(piece) + bytes(piece[:7])
+    aligned = start % PAGE == offset == 0
+    assert copied == (1 if aligned else -(-(start % PAGE + nbytes + 7) // CHUNK))
 
 
 def test_each_thread_has_its_own_memory() -> None:
