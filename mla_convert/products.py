@@ -8,7 +8,7 @@ the bytes do not depend on how many threads or processes share the work.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -30,13 +30,15 @@ class Operands:
     """Source weights of one layer on the device of the products; those that no side needs are None.
 
     ``kv_b`` has the dtype it is stored in, so that slices of it are exact, and is float32 where the source is
-    quantized. ``wide`` is the same in float32 where a side is fused, else ``kv_b`` itself.
+    quantized. ``wide`` is the same in float32 where a side is fused, else ``kv_b`` itself. ``at_most`` has for the key
+    of each fused side what no magnitude in its products exceeds.
     """
 
     kv_b: Tensor
     wide: Tensor
     query: Tensor | None
     o: Tensor | None
+    at_most: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
 def read_operands(
@@ -61,7 +63,24 @@ def read_operands(
     kv_b = weights[layer.spec.kv_b]
     fused = "fused" in (layer.forms.qk, layer.forms.vo)
     wide = kv_b.to(torch.promote_types(kv_b.dtype, torch.float32)) if fused else kv_b
-    return Operands(kv_b, wide, weights.get(layer.spec.query), weights.get(layer.spec.o)), described
+    query, o = weights.get(layer.spec.query), weights.get(layer.spec.o)
+    return Operands(kv_b, wide, query, o, _limits(layer, wide, query, o)), described
+
+
+def _limits(layer: PlannedLayer, wide: Tensor, query: Tensor | None, o: Tensor | None) -> dict[str, float]:
+    """A sum of products is at most their number times the largest of the one factor times that of the other."""
+    limits: dict[str, float] = {}
+    if layer.forms.qk == "fused" and query is not None:  # the rotary rows are the query's own
+        limits["qk"] = _largest(query) * max(layer.spec.geometry.qk_nope_head_dim * _largest(wide), 1.0)
+    if layer.forms.vo == "fused" and o is not None:
+        limits["ov"] = _largest(o) * layer.spec.geometry.v_head_dim * _largest(wide)
+    return limits
+
+
+def _largest(tensor: Tensor) -> float:
+    """The largest magnitude; NaN where a value is."""
+    low, high = torch.aminmax(tensor)
+    return max(-float(low), float(high))
 
 
 def _operand(checkpoint: Checkpoint, name: str, device: torch.device, stored: Tensor | None) -> Tensor:

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -121,7 +122,7 @@ def _make(
     rows: tuple[int, int],
 ) -> Made:
     tensor = layer.tensors[key]
-    rounding, geometry = Rounding(tensor.name), layer.spec.geometry
+    rounding, geometry = Rounding(tensor.name, operands.at_most.get(key, math.inf)), layer.spec.geometry
     file, start = place[0], place[1] + rows[0] * (tensor.nbytes // tensor.shape[0])
     if key in ("k_b", "v_b") and tensor.dtype == operands.kv_b.dtype:
         return Made([Block(file, start, heads_of(operands, geometry, key, rows))], (key, rounding))

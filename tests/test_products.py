@@ -10,6 +10,8 @@ from variants import attention_weights, config_v3, write_checkpoint
 
 from mla_convert.absorption import fuse_ov, fuse_qk, slice_rows, split_kv_b
 from mla_convert.checkpoint import Checkpoint
+from mla_convert.conversion import convert
+from mla_convert.errors import UsageError
 from mla_convert.products import block_ranges, make_block, make_whole, read_operands
 from mla_convert.recipe import PlannedLayer, plan_layers
 from mla_convert.rounding import Rounding
@@ -63,3 +65,23 @@ def test_blocks_joined_are_the_whole(tmp_path: pathlib.Path, form: str, q_lora_r
         # the rounding to bfloat16 then shows at most as one unit in its last place.
         torch.testing.assert_close(torch.cat(blocks), expected, rtol=2**-7, atol=1e-5)
         assert parts.largest == pytest.approx(whole.largest, rel=1e-2)
+
+
+@pytest.mark.parametrize("key", KEYS["fused"])
+def test_no_number_exceeds_the_limit(tmp_path: pathlib.Path, key: str) -> None:
+    checkpoint, layer = planned(tmp_path, "fused")
+    operands, _ = read_operands(checkpoint, layer, torch.device("cpu"))
+    largest = float(make_whole(operands, layer.spec.geometry, key, torch.float32).abs().max())
+    assert largest <= operands.at_most[key] < 100 * largest
+
+
+@pytest.mark.parametrize(("side", "value"), [("qk", 100.0), ("vo", 110.0)])
+def test_sums_that_leave_float16_although_their_terms_do_not(tmp_path: pathlib.Path, side: str, value: float) -> None:
+    """Of eight (N), or six (V), equal terms: what is known of the factors has to count them."""
+    config = config_v3()
+    tensors = {name: torch.full_like(t, value) for name, t in attention_weights(config).items()}
+    path = write_checkpoint(tmp_path / "source", config, tensors)
+    other = {"qk": "vo", "vo": "qk"}[side]
+    assert value**2 < torch.finfo(torch.float16).max / 2
+    with pytest.raises(UsageError, match=rf"{'qk' if side == 'qk' else 'ov'}_absorbed.* float16 ends at"):
+        convert(path, tmp_path / "out", dtype="float16", **{side: "fused", other: "factored"})
