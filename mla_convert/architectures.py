@@ -209,7 +209,10 @@ def _describe(config: Mapping[str, Any]) -> str:
     if model_type is None:
         return "the config names no model_type, so it cannot be told which model it describes"
     if "kv_lora_rank" in config:
-        return f"the config describes a {model_type!r} model, an MLA family that this version does not know"
+        return (
+            f"the config describes a {model_type!r} model, an MLA family that this version does not know; a model in "
+            "memory can be tried with patch(model, allow_unknown=True)"
+        )
     for key in INNER:
         inner = config.get(key)
         if isinstance(inner, Mapping) and "kv_lora_rank" in inner:
