@@ -113,8 +113,17 @@ FEATURE_ROWS = (
     Row(
         "StaticCache: work follows the tokens used",
         "all that the cache can hold is read",
-        (decoding(lambda args: {"kv_lens": None}),),
+        (
+            ("mla_convert.patches.seeing:end_of", lambda original: lambda mask, kv_len: kv_len),
+            decoding(lambda args: {"kv_lens": None}),
+        ),
         (f"{STATIC}::test_work_follows_the_tokens_used[eager]",),
+    ),
+    Row(
+        "StaticCache: work follows the tokens used, compiled",
+        "all that the cache can hold is read",
+        (decoding(lambda args: {"kv_lens": None}),),
+        (f"{STATIC}::test_work_follows_the_tokens_used[compiled]",),
     ),
     Row(
         "sliding and quantized caches",
