@@ -8,6 +8,7 @@ the bytes do not depend on how many threads or processes share the work.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 
 import torch
@@ -69,11 +70,12 @@ def read_operands(
 
 def _limits(layer: PlannedLayer, wide: Tensor, query: Tensor | None, o: Tensor | None) -> dict[str, float]:
     """A sum of products is at most their number times the largest of the one factor times that of the other."""
-    limits: dict[str, float] = {}
-    if layer.forms.qk == "fused" and query is not None:  # the rotary rows are the query's own
-        limits["qk"] = _largest(query) * max(layer.spec.geometry.qk_nope_head_dim * _largest(wide), 1.0)
-    if layer.forms.vo == "fused" and o is not None:
-        limits["ov"] = _largest(o) * layer.spec.geometry.v_head_dim * _largest(wide)
+    g, forms, limits = layer.spec.geometry, layer.forms, dict[str, float]()
+    largest = _largest(wide) if "fused" in (forms.qk, forms.vo) else math.nan
+    if forms.qk == "fused" and query is not None:  # the rotary rows are the query's own
+        limits["qk"] = _largest(query) * max(g.qk_nope_head_dim * largest, 1.0)
+    if forms.vo == "fused" and o is not None:
+        limits["ov"] = _largest(o) * g.v_head_dim * largest
     return limits
 
 
