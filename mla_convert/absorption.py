@@ -68,7 +68,7 @@ from mla_convert.rounding import Rounding, rows_compared
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 # Rows and heads of a fused value side that are formed at a time. A row of one head is short and lies far from the next
 # head's same row: several together are written in longer runs, and are still in the processor's cache when they are.
-_ROWS, _HEADS = 128, 4
+_ROWS, _HEADS = 256, 2
 
 
 def split_kv_b(weight: Tensor, g: MLAGeometry) -> tuple[Tensor, Tensor]:

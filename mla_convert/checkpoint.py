@@ -7,7 +7,7 @@ import difflib
 import hashlib
 import os
 import pathlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -21,9 +21,9 @@ from mla_convert.hub import HubPath
 from mla_convert.integrity import check_layers
 from mla_convert.paths import reading, source_of
 from mla_convert.quantization_config import parse_quantization
-from mla_convert.quantized import find_quantized, split_name
+from mla_convert.quantized import find_quantized, said_of, split_name
 from mla_convert.readers import Codes
-from mla_convert.shards import read_metadata, read_piece
+from mla_convert.shards import Piece, read_piece
 from mla_convert.source_schemes import Quantization, SourceScheme
 
 
@@ -96,7 +96,7 @@ class Checkpoint:
         shapes = {name: shape for layer in layers for name, shape in layer.shapes().items()}
         self._quantized, self._beside = find_quantized(self._tensors, self.quantization, shapes)
         check_layers(self._tensors, self._quantized, self.quantization, layers)
-        self._metadata = _metadata(self._tensors, self.quantization)
+        self._metadata = said_of(self._tensors, self.quantization)
 
     def __repr__(self) -> str:
         return f"<Checkpoint {self.family.model_type} {self.layout}, {len(self._tensors)} tensors, {str(self.path)!r}>"
@@ -178,6 +178,12 @@ class Checkpoint:
                 )
         return first
 
+    def piece(self, name: str) -> Piece | None:
+        """Where a tensor of plain numbers stands, if that is one place on disk; else None."""
+        pieces = self._find(name).pieces
+        alone = len(pieces) == 1 and name not in self._quantized and not isinstance(pieces[0].file, HubPath)
+        return pieces[0] if alone else None
+
     def weight(self, name: str, dtype: torch.dtype | None = None, stored: torch.Tensor | None = None) -> torch.Tensor:
         """The tensor's logical values in ``dtype`` (by default :meth:`source_dtype`).
 
@@ -239,11 +245,3 @@ class Checkpoint:
             near = difflib.get_close_matches(name, [*self._tensors, *self._quantized], n=1)
             raise CheckpointError(f"{self.path} has no tensor {name}{f'; did you mean {near[0]}?' if near else ''}")
         return self._tensors[name]
-
-
-def _metadata(tensors: Mapping[str, Stored], quantization: Quantization | None) -> dict[str, str]:
-    """What the files say of themselves; needed for torchao's weights alone, and empty for others."""
-    if quantization is None or quantization.method != "torchao":
-        return {}
-    files = {piece.file: None for tensor in tensors.values() for piece in tensor.pieces}
-    return {key: value for file in files for key, value in read_metadata(file).items()}

@@ -15,7 +15,7 @@ from mla_convert.gathering import PAGE
 
 
 class Scratch:
-    """Memory for the blocks that are made and written; a few exist at a time, and each is used again."""
+    """Memory for blocks of about one size; a few exist at a time, and each is used again."""
 
     def __init__(self) -> None:
         self._free: list[Tensor] = []
@@ -79,14 +79,20 @@ class Buffers:
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """The memory of one job: ``buffers`` for what its units read, ``scratch`` for the blocks that they make."""
+    """The memory of one job.
+
+    ``buffers`` is for what a unit reads whole, ``rows`` for what is read of a source for one block, and ``scratch`` for
+    the blocks that are made.
+    """
 
     buffers: Buffers = dataclasses.field(default_factory=Buffers)
+    rows: Scratch = dataclasses.field(default_factory=Scratch)
     scratch: Scratch = dataclasses.field(default_factory=Scratch)
 
     def release(self) -> None:
         """Let go of what is free; for when the work has ended and the job that did it lives on."""
         self.buffers.release()
+        self.rows.release()
         self.scratch.release()
 
 

@@ -9,80 +9,88 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from mla_convert.absorption import fuse_ov, fuse_qk, slice_rows, split_kv_b
 from mla_convert.checkpoint import Checkpoint
+from mla_convert.digest import tensor_digest
 from mla_convert.geometry import MLAGeometry
 from mla_convert.manifest import SourceTensor
+from mla_convert.memory import Memory
 from mla_convert.recipe import PlannedLayer
 from mla_convert.rounding import Rounding
+from mla_convert.source_rows import HeldRows, ReadRows, SourceRows, largest_magnitude
 from mla_convert.source_tensors import describe_source
 
 #: Bytes of a stored tensor that are made at a time.
-BLOCK_BYTES = 1 << 24
+BLOCK_BYTES = 1 << 25
 
 
 @dataclasses.dataclass(frozen=True)
 class Operands:
-    """Source weights of one layer on the device of the products; those that no side needs are None.
+    """Source weights of one layer, for the device of the products; those that no side needs are None.
 
     ``kv_b`` has the dtype it is stored in, so that slices of it are exact, and is float32 where the source is
-    quantized. ``wide`` is the same in float32 where a side is fused, else ``kv_b`` itself. ``at_most`` has for the key
-    of each fused side what no magnitude in its products exceeds.
+    quantized. ``wide`` is the same in float32 where a side is fused, else ``kv_b`` itself, and ``largest`` its largest
+    magnitude then. ``sources`` gives what the manifest records of each weight; of those that are read by rows, when
+    all blocks have been made. ``release`` gives the memory back.
     """
 
     kv_b: Tensor
     wide: Tensor
-    query: Tensor | None
-    o: Tensor | None
-    at_most: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    largest: float
+    query: SourceRows | None
+    o: SourceRows | None
+    sources: Callable[[], dict[str, SourceTensor]]
+    release: Callable[[], None] = lambda: None
 
 
 def read_operands(
-    checkpoint: Checkpoint,
-    layer: PlannedLayer,
-    device: torch.device,
-    memory: Callable[[int], Tensor] | None = None,
-) -> tuple[Operands, dict[str, SourceTensor]]:
-    """The weights that ``layer`` is made from, and what the manifest records of each.
+    checkpoint: Checkpoint, layer: PlannedLayer, device: torch.device, memory: Memory | None = None
+) -> Operands:
+    """The weights that ``layer`` is made from, in ``memory``.
 
-    ``memory`` gives memory for what is read, as :meth:`Checkpoint.read` takes it. The norms are read as well, though
-    nothing is made of them: they are small, and refused if they are damaged.
+    What a fused side is made of is left to be read row by row, where it stands in one place on disk and its product is
+    not coded, for which it has to be whole. The norms are read, though nothing is made of them: they are small, and
+    refused if they are damaged.
     """
     for name in layer.spec.norms:
         checkpoint.weight(name)
-    described: dict[str, SourceTensor] = {}
-    weights: dict[str, Tensor] = {}
+    memory = memory or Memory()
+    lease = memory.buffers.lease()
+    hashes: dict[str, str] = {}
+    held: dict[str, Tensor] = {}
+    by_rows: dict[str, ReadRows] = {}
     for name in layer.sources:
-        stored = None if checkpoint.quantized(name) else checkpoint.read(name, memory)
-        described[name] = describe_source(checkpoint, name, stored)
-        weights[name] = _operand(checkpoint, name, device, stored)
-    kv_b = weights[layer.spec.kv_b]
+        piece = checkpoint.piece(name) if name in _taken_by_rows(layer) else None
+        if piece is not None:
+            by_rows[name] = ReadRows(checkpoint, piece, device, memory.rows)
+            continue
+        stored = None if checkpoint.quantized(name) else checkpoint.read(name, lease)
+        hashes[name] = checkpoint.digest(name) if stored is None else tensor_digest(stored)
+        held[name] = _operand(checkpoint, name, device, stored)
+    kv_b = held[layer.spec.kv_b]
     fused = "fused" in (layer.forms.qk, layer.forms.vo)
     wide = kv_b.to(torch.promote_types(kv_b.dtype, torch.float32)) if fused else kv_b
-    query, o = weights.get(layer.spec.query), weights.get(layer.spec.o)
-    return Operands(kv_b, wide, query, o, _limits(layer, wide, query, o)), described
+    largest = largest_magnitude(kv_b) if fused else math.nan
+
+    def sources() -> dict[str, SourceTensor]:
+        found = hashes | {name: rows.sha256() for name, rows in by_rows.items()}
+        return {name: describe_source(checkpoint, name, found[name]) for name in layer.sources}
+
+    def rows(name: str) -> SourceRows | None:
+        return by_rows.get(name) or (HeldRows(held[name]) if name in held else None)
+
+    return Operands(kv_b, wide, largest, rows(layer.spec.query), rows(layer.spec.o), sources, lease.release)
 
 
-def _limits(layer: PlannedLayer, wide: Tensor, query: Tensor | None, o: Tensor | None) -> dict[str, float]:
-    """A sum of products is at most their number times the largest of the one factor times that of the other."""
-    g, forms, limits = layer.spec.geometry, layer.forms, dict[str, float]()
-    largest = _largest(wide) if "fused" in (forms.qk, forms.vo) else math.nan
-    if forms.qk == "fused" and query is not None:  # the rotary rows are the query's own
-        limits["qk"] = _largest(query) * max(g.qk_nope_head_dim * largest, 1.0)
-    if forms.vo == "fused" and o is not None:
-        limits["ov"] = _largest(o) * g.v_head_dim * largest
-    return limits
-
-
-def _largest(tensor: Tensor) -> float:
-    """The largest magnitude; NaN where a value is."""
-    low, high = torch.aminmax(tensor)
-    return max(-float(low), float(high))
+def _taken_by_rows(layer: PlannedLayer) -> set[str]:
+    """Sources that a side needs row by row."""
+    plain = {key for key, tensor in layer.tensors.items() if tensor.scheme is None}
+    return {name for key, name in (("qk", layer.spec.query), ("ov", layer.spec.o)) if key in plain}
 
 
 def _operand(checkpoint: Checkpoint, name: str, device: torch.device, stored: Tensor | None) -> Tensor:
@@ -117,18 +125,24 @@ def make_block(
     ``out`` is memory of that shape and dtype for it. The products are those of :mod:`mla_convert.absorption`, taken of
     the heads, or of the rows of W_O, in question.
     """
+    rounding = rounding or Rounding()
     start, stop = rows
+    # A sum of products is at most their number times the largest of the one factor times that of the other.
     if key == "ov":
         assert operands.o is not None
         part = dataclasses.replace(g, hidden_size=stop - start)
-        return fuse_ov(split_kv_b(operands.wide, g)[1], operands.o[start:stop], part, dtype, rounding, out)
+        with operands.o.take(start, stop) as (o, largest):
+            rounding.at_most = largest * g.v_head_dim * operands.largest
+            return fuse_ov(split_kv_b(operands.wide, g)[1], o, part, dtype, rounding, out)
     per_head = _rows_by_head(key, g)[1]
     heads = slice(start // per_head, stop // per_head)
     if key == "qk":
         assert operands.query is not None
-        query = operands.query[heads.start * g.qk_head_dim : heads.stop * g.qk_head_dim]
         part = dataclasses.replace(g, num_heads=heads.stop - heads.start)
-        return fuse_qk(split_kv_b(operands.wide, g)[0][heads], query, part, dtype, rounding, out)
+        with operands.query.take(heads.start * g.qk_head_dim, heads.stop * g.qk_head_dim) as (query, largest):
+            # The rotary rows are the query's own.
+            rounding.at_most = largest * max(g.qk_nope_head_dim * operands.largest, 1.0)
+            return fuse_qk(split_kv_b(operands.wide, g)[0][heads], query, part, dtype, rounding, out)
     return slice_rows(heads_of(operands, g, key, rows), dtype, rounding, out)
 
 

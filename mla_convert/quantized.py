@@ -16,6 +16,7 @@ from mla_convert.code_formats import FORMATS, Format, Part, Shape, asymmetric
 from mla_convert.errors import FormatError
 from mla_convert.folders import Stored
 from mla_convert.formats import CODES, FP8, PLAIN_DTYPES, plain, wrong_shape
+from mla_convert.shards import read_metadata
 from mla_convert.source_schemes import Quantization, SourceScheme
 
 # Scales of activations and of the cache, and what else may stand beside a weight and does not change it.
@@ -236,3 +237,11 @@ def _surplus(part: Stored, weight: Stored | None, form: Format | None) -> Format
         f"{part.name} is surplus: {weight.name} is stored in {plain(weight.dtype)}, not in codes; if the weight was "
         "dequantized already, remove its scale"
     )
+
+
+def said_of(tensors: Mapping[str, Stored], quantization: Quantization | None) -> dict[str, str]:
+    """What the files of ``tensors`` say of themselves; needed for torchao's weights alone, and empty for others."""
+    if quantization is None or quantization.method != "torchao":
+        return {}
+    files = {piece.file: None for tensor in tensors.values() for piece in tensor.pieces}
+    return {key: value for file in files for key, value in read_metadata(file).items()}

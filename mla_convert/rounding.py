@@ -22,14 +22,14 @@ _LARGE, _EVERY_MATRIX, _EVERY_ROW = 1 << 17, 8, 4
 class Rounding:
     """Measures what rounding a tensor to its stored dtype costs, block by block.
 
-    ``name`` is the tensor's, for the message when a value does not fit the dtype at all. ``at_most`` is what no
-    magnitude exceeds, but for the rounding of the products, where that is known: only where it leaves a doubt is each
-    value looked at, which takes a tenth of the time of a conversion.
+    ``name`` is the tensor's, for the message when a value does not fit the dtype at all.
     """
 
-    def __init__(self, name: str = "the absorbed weight", at_most: float = math.inf) -> None:
+    def __init__(self, name: str = "the absorbed weight") -> None:
         self.name = name
-        self._at_most = at_most
+        #: What no magnitude of what comes next exceeds, but for the rounding of the products, where that is known: only
+        #: where it leaves a doubt is each value looked at, which takes a tenth of the time of a conversion.
+        self.at_most = math.inf
         self._largest_error = self._largest = 0.0
         self._squared_error = self._squared = 0.0
         # Memory for the differences of one piece: if it were new each time, that would cost more than all that is
@@ -50,7 +50,7 @@ class Rounding:
         One row in ``every`` (0: none) is compared with what is stored of it; that all values are finite, and fit, is
         made sure of in any case.
         """
-        doubtful = not 2 * self._at_most < torch.finfo(stored.dtype).max
+        doubtful = not 2 * self.at_most < torch.finfo(stored.dtype).max
         piece = _PIECE if torch.get_num_threads() == 1 else _PIECE // 8
         rows = max(1, piece // max(1, reference[:1].numel()))
         for start in range(0, len(reference), rows):

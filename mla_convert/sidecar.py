@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import hashlib
 import json
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -77,7 +76,10 @@ def _file_tensors(layer: PlannedLayer) -> list[FileTensor]:
 
 
 def _operand_bytes(checkpoint: Checkpoint, layer: PlannedLayer) -> int:
-    """Bytes of a layer's weights in the dtype of the products, and of what has to be whole before it is coded."""
+    """Bytes of a layer's weights in the dtype of the products, and of what has to be whole before it is coded.
+
+    More than is held where weights are read by rows; it is the measure of a layer's work, too.
+    """
     shapes = [checkpoint.info(name).shape for name in layer.sources]
     shapes += [tensor.shape for tensor in layer.tensors.values() if tensor.scheme is not None]
     return sum(torch.Size(shape).numel() * torch.float32.itemsize for shape in shapes)
@@ -92,8 +94,7 @@ def _load(
     rounder: Rounder,
     memory: Memory,
 ) -> Loaded:
-    lease = memory.buffers.lease()
-    operands, sources = read_operands(checkpoint, layer, device, lease)
+    operands = read_operands(checkpoint, layer, device, memory)
     watch.check(layer.sources)
     tasks: list[Callable[[], Made]] = []
     for key, tensor in layer.tensors.items():
@@ -105,12 +106,14 @@ def _load(
         tasks += [functools.partial(made, rows) for rows in ranges]
 
     def remember(known: list[tuple[str, Rounding | StoredTensor]]) -> dict[str, Any]:
+        sources = operands.sources()
+        watch.check(layer.sources)  # what has been read by rows since
         return {
             "tensors": {key: _figures(tensor, key, known) for key, tensor in layer.tensors.items()},
             "sources": {name: source_to_dict(tensor) for name, tensor in sources.items()},
         }
 
-    return Loaded(tasks, remember, release=lease.release)
+    return Loaded(tasks, remember, release=operands.release)
 
 
 def _make(
@@ -122,7 +125,7 @@ def _make(
     rows: tuple[int, int],
 ) -> Made:
     tensor = layer.tensors[key]
-    rounding, geometry = Rounding(tensor.name, operands.at_most.get(key, math.inf)), layer.spec.geometry
+    rounding, geometry = Rounding(tensor.name), layer.spec.geometry
     file, start = place[0], place[1] + rows[0] * (tensor.nbytes // tensor.shape[0])
     if key in ("k_b", "v_b") and tensor.dtype == operands.kv_b.dtype:
         return Made([Block(file, start, heads_of(operands, geometry, key, rows))], (key, rounding))
