@@ -101,14 +101,15 @@ def error_boundary() -> Iterator[None]:
             raise
         LOGGER.debug("where the error was raised", exc_info=error)
         _fail(
-            "there is not enough memory for this; free some, or ask for less at once (workers, sequences, tokens)",
+            "there is not enough memory for this, or no thread left; free some, or ask for less at once (workers, "
+            "sequences, tokens)",
             EXIT_FAULTY_INPUT,
         )
 
 
 def _out_of_memory(error: BaseException) -> bool:
     """PyTorch has a class for it on accelerators only; and a size that no number can hold is no smaller."""
-    words = ("out of memory", "can't allocate memory", "not enough memory", "overflow")
+    words = ("out of memory", "can't allocate memory", "not enough memory", "bad_alloc", "start new thread", "overflow")
     return isinstance(error, MemoryError | OverflowError) or any(word in str(error) for word in words)
 
 

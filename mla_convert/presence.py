@@ -59,7 +59,11 @@ class Presence:
         self.known = known
         self._ended = threading.Event()
         self._replace(exclusive=True)
-        threading.Thread(target=self._beat, name="mla-convert-presence", daemon=True).start()
+        try:
+            threading.Thread(target=self._beat, name="mla-convert-presence", daemon=True).start()
+        except RuntimeError:  # the system has no thread left
+            self.end()
+            raise
 
     def say(self, **known: Any) -> None:
         """Add to what stands in the file."""

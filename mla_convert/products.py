@@ -25,8 +25,8 @@ from mla_convert.rounding import Rounding
 from mla_convert.source_rows import HeldRows, ReadRows, SourceRows, largest_magnitude
 from mla_convert.source_tensors import describe_source
 
-#: Bytes of a stored tensor that are made at a time.
-BLOCK_BYTES = 1 << 25
+# Bytes of a stored tensor that are made at a time: an eighth of it, since several are in memory at once, within these.
+_LEAST_BYTES, _MOST_BYTES = 1 << 24, 1 << 25
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +67,7 @@ def read_operands(
     for name in layer.sources:
         piece = checkpoint.piece(name) if name in _taken_by_rows(layer) else None
         if piece is not None:
-            by_rows[name] = ReadRows(checkpoint, piece, device, memory.rows)
+            by_rows[name] = ReadRows(checkpoint, name, piece, device, memory.rows)
             continue
         stored = None if checkpoint.quantized(name) else checkpoint.read(name, lease)
         hashes[name] = checkpoint.digest(name) if stored is None else tensor_digest(stored)
@@ -98,12 +98,14 @@ def _operand(checkpoint: Checkpoint, name: str, device: torch.device, stored: Te
     return checkpoint.weight(name, torch.float32 if checkpoint.quantized(name) else None, stored).to(device)
 
 
-def block_ranges(key: str, g: MLAGeometry, row_bytes: int, block_bytes: int = BLOCK_BYTES) -> list[tuple[int, int]]:
+def block_ranges(key: str, g: MLAGeometry, row_bytes: int, block_bytes: int | None = None) -> list[tuple[int, int]]:
     """Rows [start, stop) of every block of the tensor stored under ``key``, in order.
 
-    A block has whole heads where the rows are heads' (all keys but ``ov``), and otherwise a multiple of 64 rows.
+    A block has whole heads where the rows are heads' (all keys but ``ov``), and otherwise a multiple of 64 rows;
+    ``block_bytes``, or more where that is less than those.
     """
     heads, per_head = _rows_by_head(key, g)
+    block_bytes = block_bytes or min(_MOST_BYTES, max(_LEAST_BYTES, heads * per_head * row_bytes // 8))
     step = per_head * max(1, block_bytes // (per_head * row_bytes))
     if key == "ov" and step > 64:
         step -= step % 64

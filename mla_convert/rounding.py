@@ -14,6 +14,8 @@ from mla_convert.formats import plain
 # little beside what it does. Where it has several threads it would share such a piece among them, whose waiting
 # for each other costs more than the product itself: half as many are left to one.
 _PIECE = 1 << 18
+# What bfloat16 and float32 can hold.
+_WIDEST = torch.finfo(torch.bfloat16).max
 # Of large matrices every fourth row of every eighth is compared: what rounding to nearest costs hardly differs from row
 # to row, and comparing each would take as long as the product itself.
 _LARGE, _EVERY_MATRIX, _EVERY_ROW = 1 << 17, 8, 4
@@ -66,13 +68,16 @@ class Rounding:
         largest = _magnitude(exact)
         if not math.isfinite(largest):
             raise FormatError(
-                f"{self.name}: the product of its source weights is not finite; check the source for damage"
+                f"{self.name}: the product of its source weights is not finite in {plain(exact.dtype)}; check the "
+                "source for damage: its values are far larger than any model's"
             )
         limit = torch.finfo(values.dtype).max
         if largest > limit and not math.isfinite(_magnitude(values)):  # what is a little larger is rounded to the limit
+            fits = largest < _WIDEST
+            hint = "store bfloat16 or float32 instead" if fits else "no dtype that is stored reaches further"
             raise UsageError(
                 f"{self.name}: the largest magnitude is {largest:.4g}, and {plain(values.dtype)} ends at {limit:.4g}; "
-                "store bfloat16 or float32 instead"
+                f"{hint}"
             )
 
     def _compare(self, exact: Tensor, values: Tensor) -> None:

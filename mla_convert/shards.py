@@ -85,8 +85,7 @@ def _read_header(file: pathlib.Path) -> tuple[bytes, int]:
     """The header's JSON, and the size of the file."""
     try:
         status = file.stat()
-        if not stat.S_ISREG(status.st_mode):  # opening a pipe would wait for somebody who writes
-            raise CheckpointError(f"{file} is not a file; {_AGAIN}")
+        _check_kind(file, status)
         size = status.st_size
         with file.open("rb") as stream:
             start = stream.read(8)
@@ -97,10 +96,16 @@ def _read_header(file: pathlib.Path) -> tuple[bytes, int]:
         raise _unreadable(file, error) from error
 
 
+def _check_kind(file: pathlib.Path, status: os.stat_result) -> None:
+    if not stat.S_ISREG(status.st_mode):  # opening a pipe would wait for somebody who writes
+        raise CheckpointError(f"{file} is not a file; {_AGAIN}")
+
+
 def read_piece(piece: Piece, memory: Callable[[int], torch.Tensor] | None = None) -> torch.Tensor:
     """The tensor in memory of its own (or that ``memory`` gives: uint8); nothing else of the file is read."""
     data = torch.empty(piece.nbytes, dtype=torch.uint8) if memory is None else memory(piece.nbytes)
     try:
+        _check_kind(piece.file, piece.file.stat())  # it was a file once; what is there now may be something else
         with piece.file.open("rb", buffering=0) as stream:
             stream.seek(piece.start)
             done = _fill(stream, data.numpy().data)

@@ -94,8 +94,8 @@ def _load(
     rounder: Rounder,
     memory: Memory,
 ) -> Loaded:
-    operands = read_operands(checkpoint, layer, device, memory)
-    watch.check(layer.sources)
+    with watch.reading(layer.sources):
+        operands = read_operands(checkpoint, layer, device, memory)
     tasks: list[Callable[[], Made]] = []
     for key, tensor in layer.tensors.items():
         if tensor.scheme is not None:
@@ -106,14 +106,18 @@ def _load(
         tasks += [functools.partial(made, rows) for rows in ranges]
 
     def remember(known: list[tuple[str, Rounding | StoredTensor]]) -> dict[str, Any]:
-        sources = operands.sources()
-        watch.check(layer.sources)  # what has been read by rows since
         return {
             "tensors": {key: _figures(tensor, key, known) for key, tensor in layer.tensors.items()},
-            "sources": {name: source_to_dict(tensor) for name, tensor in sources.items()},
+            "sources": {name: source_to_dict(tensor) for name, tensor in operands.sources().items()},
         }
 
-    return Loaded(tasks, remember, release=operands.release)
+    watched = [functools.partial(_watched, watch, layer.sources, task) for task in tasks]
+    return Loaded(watched, remember, release=operands.release)
+
+
+def _watched(watch: Watch, names: Sequence[str], task: Callable[[], Made]) -> Made:
+    with watch.reading(names):
+        return task()
 
 
 def _make(

@@ -48,12 +48,14 @@ class HeldRows:
 class ReadRows:
     """Rows of a plain tensor that stands whole in one file on disk: read when they are asked for, from any thread.
 
-    ``scratch`` gives memory for them. The tensor's hash needs them in their order: a range that comes before its turn
-    waits, when its user is done with it, for whoever brings what is missing in front of it.
+    ``name`` is the checkpoint's, which the file may call otherwise; ``scratch`` gives memory for what is read. The
+    tensor's hash needs ranges in their order: one that comes before its turn waits, when its user is done with it, for
+    whoever brings what is missing in front of it.
     """
 
-    def __init__(self, checkpoint: Checkpoint, piece: Piece, device: torch.device, scratch: Scratch) -> None:
-        self._checkpoint, self._piece, self._device, self._scratch = checkpoint, piece, device, scratch
+    def __init__(self, checkpoint: Checkpoint, name: str, piece: Piece, device: torch.device, scratch: Scratch) -> None:
+        self._checkpoint, self._name, self._piece = checkpoint, name, piece
+        self._device, self._scratch = device, scratch
         self._row_bytes = piece.nbytes // piece.shape[0]
         self._hash = hashlib.sha256()
         self._hashed = 0  # rows
@@ -74,7 +76,7 @@ class ReadRows:
         in_turn = self._add(start, (stop, data, give), wait=False)
         largest = largest_magnitude(found)
         if not math.isfinite(largest):
-            self._checkpoint.weight(self._piece.name)  # says how many of its values are not finite
+            self._checkpoint.weight(self._name)  # says how many of its values are not finite
         try:
             yield found.to(self._device), largest
         finally:

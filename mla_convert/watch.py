@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import pathlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from mla_convert.checkpoint import Checkpoint
-from mla_convert.errors import CheckpointError
+from mla_convert.errors import CheckpointError, MLAConvertError
 from mla_convert.hub import HubPath
 from mla_convert.remains import stamp
 
@@ -36,3 +37,13 @@ class Watch:
                 raise CheckpointError(
                     f"{self._path(file)} changed while it was read; wait until nothing writes to it, and convert again"
                 )
+
+    @contextlib.contextmanager
+    def reading(self, names: Iterable[str]) -> Iterator[None]:
+        """:meth:`check` when ``names`` have been read, or could not be: what changes is not called damaged."""
+        try:
+            yield
+        except MLAConvertError:
+            self.check(names)
+            raise
+        self.check(names)

@@ -148,8 +148,11 @@ class _Pool:
 
     def submit(self, flight: _Flight, task: Callable[..., None], *arguments: Any) -> None:
         """Have ``task`` done for ``flight``, unless an error has ended that or the whole run before."""
-        with contextlib.suppress(RuntimeError):  # shut down in between: nobody waits for this task
+        try:
             self._executor.submit(self._guarded, flight, task, *arguments)
+        except RuntimeError:
+            if not self._stopped:  # else shut down in between: nobody waits for this task
+                raise
 
     def write(self, flight: _Flight, task: Callable[..., None], *arguments: Any) -> None:
         """The same by a thread that writes; waits until there is room."""

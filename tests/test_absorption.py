@@ -280,6 +280,13 @@ def test_overflow_of_the_stored_dtype_is_an_error() -> None:
             product()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
+def test_what_no_dtype_holds_is_not_sent_to_another(dtype: torch.dtype) -> None:
+    wide = torch.full((1, 2, 3), 1e200, dtype=torch.float64)
+    with pytest.raises(UsageError, match=r"largest magnitude is 1e\+200, and .*; no dtype that is stored reaches"):
+        absorption.slice_rows(wide, dtype)
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_sources_that_are_not_finite_are_refused(bad: float) -> None:
     g = geometry(*SHAPES["tiny"])

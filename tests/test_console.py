@@ -18,7 +18,10 @@ from mla_convert.errors import CheckpointError, UsageError
 from mla_convert.jsonable import jsonable
 from mla_convert.units import format_bytes
 
-NO_MEMORY = "there is not enough memory for this; free some, or ask for less at once (workers, sequences, tokens)"
+NO_MEMORY = (
+    "there is not enough memory for this, or no thread left; free some, or ask for less at once (workers, sequences, "
+    "tokens)"
+)
 
 
 @pytest.mark.parametrize(
@@ -29,6 +32,8 @@ NO_MEMORY = "there is not enough memory for this; free some, or ask for less at 
         (PermissionError(errno.EACCES, "Permission denied", "/locked"), 2, "error: /locked: Permission denied\n"),
         (OSError(errno.ENOSPC, "No space left on device"), 2, "error: No space left on device\n"),
         (torch.OutOfMemoryError("CUDA out of memory. Tried"), 2, f"error: {NO_MEMORY}\n"),
+        (RuntimeError("std::bad_alloc"), 2, f"error: {NO_MEMORY}\n"),
+        (RuntimeError("can't start new thread"), 2, f"error: {NO_MEMORY}\n"),
         (KeyboardInterrupt(), 130, "error: interrupted\n"),
         (BrokenPipeError(errno.EPIPE, "Broken pipe"), 141, ""),
     ],

@@ -8,6 +8,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import threading
 import time
 from typing import Any
 
@@ -37,6 +38,16 @@ def test_what_is_said_is_seen(tmp_path: pathlib.Path) -> None:
     assert seen is not None and seen.alive and seen.nonce == mine.nonce
     assert (seen.process, seen.known) == (this_process(), {"launch": "a", "plan": "p"})
     mine.end()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_a_thread_nothing_is_left(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(RuntimeError, match="can't start"):
+        Presence(tmp_path / "lock.json")
     assert list(tmp_path.iterdir()) == []
 
 

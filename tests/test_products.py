@@ -12,6 +12,7 @@ from mla_convert.absorption import fuse_ov, fuse_qk, slice_rows, split_kv_b
 from mla_convert.checkpoint import Checkpoint
 from mla_convert.conversion import convert
 from mla_convert.errors import UsageError
+from mla_convert.geometry import MLAGeometry
 from mla_convert.products import block_ranges, make_block, make_whole, read_operands
 from mla_convert.recipe import PlannedLayer, plan_layers
 from mla_convert.rounding import Rounding
@@ -39,6 +40,17 @@ def test_blocks_cover_the_rows_in_order(tmp_path: pathlib.Path, key: str, block_
     per_unit = {"k_b": 8, "v_b": 6, "qk": 16, "ov": 1}[key]
     assert all((stop - start) * row <= max(block_bytes, per_unit * row) for start, stop in ranges)
     assert all(start % per_unit == 0 for start, _ in ranges)
+
+
+@pytest.mark.parametrize("hidden", [1024, 2048, 4096, 7168])
+def test_a_block_is_a_small_part_of_a_large_tensor(hidden: int) -> None:
+    """With 16 threads, so many blocks are in memory: within three times the tensor, and what is spare."""
+    g = MLAGeometry(hidden, 128, 512, 128, 64, 128, 1536, 1.0)
+    for key, row in (("qk", 2 * g.query_rank), ("ov", 2 * g.num_heads * g.kv_lora_rank)):
+        ranges = block_ranges(key, g, row)
+        largest, whole = max(stop - start for start, stop in ranges) * row, ranges[-1][1] * row
+        assert largest <= 1 << 25
+        assert 20 * min(largest, whole) <= 3 * whole + 400_000_000 and len(ranges) <= 64
 
 
 @pytest.mark.parametrize("q_lora_rank", [20, None])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import pathlib
 import random
@@ -13,6 +14,7 @@ from contextlib import ExitStack
 import pytest
 import torch
 from snapshots import snapshot
+from spoiling import edit
 from variants import attention_weights, config_v3, write_checkpoint
 
 from mla_convert import sidecar
@@ -28,6 +30,7 @@ from mla_convert.storage import AbsorbedCheckpoint
 W_O, Q_B = (f"model.layers.0.self_attn.{name}.weight" for name in ("o_proj", "q_b_proj"))
 CPU = torch.device("cpu")
 CONFIG = config_v3(dtype="bfloat16")
+PART = "model0-mp1.safetensors"
 
 
 def write(folder: pathlib.Path, **spoiled: float) -> Checkpoint:
@@ -41,7 +44,7 @@ def write(folder: pathlib.Path, **spoiled: float) -> Checkpoint:
 def by_rows(checkpoint: Checkpoint, scratch: Scratch | None = None) -> ReadRows:
     piece = checkpoint.piece(W_O)
     assert piece is not None
-    return ReadRows(checkpoint, piece, CPU, scratch or Scratch())
+    return ReadRows(checkpoint, W_O, piece, CPU, scratch or Scratch())
 
 
 def cuts(rows: int, step: int) -> list[tuple[int, int]]:
@@ -145,6 +148,17 @@ def test_which_tensors_are_read_by_rows(tmp_path: pathlib.Path) -> None:
     assert all(native.piece(name) is None for name in (W_O, Q_B))
 
 
+@pytest.mark.parametrize(("ours", "theirs"), [("o_proj", "wo"), ("q_b_proj", "wq_b")])
+def test_a_native_part_says_the_checkpoints_name(tmp_path: pathlib.Path, ours: str, theirs: str) -> None:
+    """One part is read by rows, under the names that it has inside."""
+    convert(write(tmp_path / "hf"), tmp_path / "native", target="native", parts=1)
+    edit(tmp_path / "native", lambda tensors: tensors[f"layers.0.attn.{theirs}.weight"][7, 3].fill_(math.nan), PART)
+    native = Checkpoint.open(tmp_path / "native")
+    assert native.piece(W_O) is not None
+    with pytest.raises(FormatError, match=rf"layers.0.self_attn.{ours}.weight has 1 NaN or infinite values"):
+        convert(native, tmp_path / "out", form="fused")
+
+
 @pytest.mark.parametrize("name", ["o_proj", "q_b_proj"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_values_that_are_not_finite(tmp_path: pathlib.Path, name: str, value: float) -> None:
@@ -162,6 +176,10 @@ def test_a_source_that_is_cut_or_changed_between_its_rows(
     (file,) = source.glob("*.safetensors")
     read, size = sidecar.read_operands, file.stat().st_size
 
+    def pipe() -> None:  # whoever opens it waits for somebody who writes
+        file.unlink()
+        os.mkfifo(file)
+
     def then(change):  # type: ignore[no-untyped-def]
         def reading(*arguments):  # type: ignore[no-untyped-def]
             operands = read(*arguments)
@@ -170,10 +188,12 @@ def test_a_source_that_is_cut_or_changed_between_its_rows(
 
         monkeypatch.setattr(sidecar, "read_operands", reading)
 
-    then(lambda: os.truncate(file, 1000))
-    with pytest.raises(MLAConvertError, match="changed while it was read|ends inside"):
-        convert(source, tmp_path / "out", form="fused")
-    write(source)
+    for change in (lambda: os.truncate(file, 1000), file.unlink, lambda: write(source, o_proj=math.nan), pipe):
+        then(change)
+        with pytest.raises(MLAConvertError, match="changed while it was read"):
+            convert(source, tmp_path / "out", form="fused")
+        file.unlink(missing_ok=True)
+        write(source)
     assert file.stat().st_size == size
     operands = read(checkpoint, plan_layers(checkpoint, {"qk": "fused", "vo": "fused"}, None)[0], CPU)
     os.truncate(file, 1000)

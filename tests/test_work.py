@@ -48,6 +48,20 @@ def test_products_take_one_thread_each() -> None:
     assert seen == {1}
 
 
+@pytest.mark.parametrize("pool", ["mla-convert_", "mla-convert-writing_"])
+def test_threads_that_cannot_start_end_the_run(pool: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = threading.Thread.start
+
+    def starting(thread: threading.Thread) -> None:
+        if thread.name.startswith(pool):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", starting)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        run_units([unit("a", 2)], write, workers=2, memory=9, done=lambda *_: None)
+
+
 @pytest.mark.parametrize(("memory", "most"), [(1, 1), (20, 2), (1000, 4)])
 def test_memory_is_bounded(memory: int, most: int) -> None:
     lock, held, peak = threading.Lock(), 0, 0
