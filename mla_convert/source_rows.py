@@ -13,7 +13,7 @@ import hashlib
 import math
 import threading
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -22,7 +22,14 @@ from mla_convert.checkpoint import Checkpoint
 from mla_convert.memory import Scratch
 from mla_convert.shards import Piece, read_piece
 
-_Range = tuple[int, Tensor, Callable[[], None]]
+
+class _Range(NamedTuple):
+    """Rows [start, stop) in memory: ``data`` uint8, and the function that gives the memory back."""
+
+    start: int
+    stop: int
+    data: Tensor
+    give: Callable[[], None]
 
 
 class SourceRows(Protocol):
@@ -73,14 +80,15 @@ class ReadRows:
             nbytes=len(data),
         )
         found = read_piece(part, lambda _: data)
-        in_turn = self._add(start, (stop, data, give), wait=False)
+        read = _Range(start, stop, data, give)
+        in_turn = self._add(read, wait=False)
         largest = largest_magnitude(found)
         if not math.isfinite(largest):
             self._checkpoint.weight(self._name)  # says how many of its values are not finite
         try:
             yield found.to(self._device), largest
         finally:
-            if in_turn or self._add(start, (stop, data, give), wait=True):
+            if in_turn or self._add(read, wait=True):
                 give()
 
     def sha256(self) -> str:
@@ -91,27 +99,27 @@ class ReadRows:
                 pass
         return self._hash.hexdigest()
 
-    def _add(self, start: int, given: _Range, *, wait: bool) -> bool:
+    def _add(self, read: _Range, *, wait: bool) -> bool:
         """Hash a range, and those that waited for it; False where it is not its turn, and it waits if it may."""
         with self._lock:
-            if start > self._hashed:
+            if read.start > self._hashed:
                 if wait:
-                    self._waiting[start] = given
+                    self._waiting[read.start] = read
                 return False
-            self._update(start, given)
-            while (next_ := self._waiting.pop(self._hashed, None)) is not None:
-                self._update(self._hashed, next_)
-                next_[2]()
+            self._update(read)
+            while (waiting := self._waiting.pop(self._hashed, None)) is not None:
+                self._update(waiting)
+                waiting.give()
             return True
 
-    def _update(self, start: int, given: _Range) -> None:
-        stop, data, _ = given
-        if stop > self._hashed:  # what is read a second time is not hashed again
-            self._hash.update(data[(self._hashed - start) * self._row_bytes :].numpy().data)
-            self._hashed = stop
+    def _update(self, read: _Range) -> None:
+        if read.stop > self._hashed:  # what is read a second time is not hashed again
+            self._hash.update(read.data[(self._hashed - read.start) * self._row_bytes :].numpy().data)
+            self._hashed = read.stop
 
 
 def largest_magnitude(tensor: Tensor) -> float:
     """The largest magnitude; NaN or infinite where a value is."""
+    # In 16 bits a third of the time of two plain reductions, which are quicker for the pieces that are rounded.
     low, high = torch.aminmax(tensor)
     return max(-float(low), float(high))

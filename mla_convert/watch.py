@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import pathlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from mla_convert.checkpoint import Checkpoint
 from mla_convert.errors import CheckpointError, MLAConvertError
@@ -39,7 +39,7 @@ class Watch:
                 )
 
     @contextlib.contextmanager
-    def reading(self, names: Iterable[str]) -> Iterator[None]:
+    def reading(self, names: Collection[str]) -> Iterator[None]:
         """:meth:`check` when ``names`` have been read, or could not be: what changes is not called damaged."""
         try:
             yield

@@ -42,7 +42,7 @@ def test_blocks_cover_the_rows_in_order(tmp_path: pathlib.Path, key: str, block_
     assert all(start % per_unit == 0 for start, _ in ranges)
 
 
-@pytest.mark.parametrize("hidden", [1024, 2048, 4096, 7168])
+@pytest.mark.parametrize("hidden", [128, 256, 512, 1024, 2048, 7168])
 def test_a_block_is_a_small_part_of_a_large_tensor(hidden: int) -> None:
     """With 16 threads, so many blocks are in memory: within three times the tensor, and what is spare."""
     g = MLAGeometry(hidden, 128, 512, 128, 64, 128, 1536, 1.0)
@@ -59,6 +59,7 @@ def test_blocks_joined_are_the_whole(tmp_path: pathlib.Path, form: str, q_lora_r
     checkpoint, layer = planned(tmp_path, form, q_lora_rank=q_lora_rank)
     g = layer.spec.geometry
     operands = read_operands(checkpoint, layer, torch.device("cpu"))
+    assert tuple(operands.sources()) == layer.sources
     w_uk, w_uv = split_kv_b(checkpoint.weight(layer.spec.kv_b), g)
     for key, tensor in layer.tensors.items():
         row = tensor.nbytes // tensor.shape[0]
