@@ -21,6 +21,7 @@ def tool(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return broken
 
 
+@pytest.mark.slow
 def test_every_place_and_every_test_is_there(tool: ModuleType) -> None:
     for row in tool.ROWS:
         for where, _ in row.changes:

@@ -42,8 +42,10 @@ def test_the_trap_is_real() -> None:
 
 @pytest.mark.parametrize(
     "cure",
-    ["import runpy; runpy.run_path('cli.py')", "from mla_convert.__main__ import leave_checkout; leave_checkout()"],
-    ids=["python cli.py", "python -m mla_convert"],
+    [
+        pytest.param("import runpy; runpy.run_path('cli.py')", marks=pytest.mark.slow, id="python cli.py"),
+        pytest.param("from mla_convert.__main__ import leave_checkout; leave_checkout()", id="python -m mla_convert"),
+    ],
 )
 def test_a_model_loads_from_the_repository_root(cure: str) -> None:
     huggingface, ours, model = python_in_root("-c", cure + LOAD_A_MODEL)

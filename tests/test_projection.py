@@ -203,6 +203,7 @@ def test_the_backend_is_chosen_where_that_of_attention_is(monkeypatch: pytest.Mo
     assert asked == [("auto", "cpu", {"query_dtype": torch.float32})]
 
 
+@pytest.mark.slow  # test_without_triton is the quick one
 def test_without_triton_and_without_a_gpu() -> None:
     """PyTorch computes; asking for Triton says what is missing: the package, or the GPU."""
     code = (

@@ -94,6 +94,7 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
+@pytest.mark.slow
 @hypothesis.settings(max_examples=25, deadline=None)
 @hypothesis.given(cases(), st.sampled_from(list(TILES.values())))
 def test_any_case(case: Case, tile: Tile) -> None:
@@ -128,7 +129,11 @@ def test_permutations_of_heads_and_sequences(case: Case) -> None:
 
 @pytest.mark.parametrize(
     ("tile", "sinks", "dtype"),
-    [(SMALL, True, torch.float16), (TURNED, True, torch.float32), (SMALL, False, torch.float32)],
+    [
+        (SMALL, True, torch.float16),
+        (TURNED, True, torch.float32),
+        pytest.param(SMALL, False, torch.float32, marks=pytest.mark.slow),
+    ],
     ids=str,
 )
 def test_bit_equal_whatever_is_around(tile: Tile, sinks: bool, dtype: torch.dtype) -> None:
