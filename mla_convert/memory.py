@@ -5,13 +5,28 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import mmap
 import threading
 from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
 
-from mla_convert.gathering import PAGE
+_POPULATES = hasattr(mmap, "MAP_POPULATE")  # Linux
+
+
+def new_pages(nbytes: int) -> Tensor:
+    """uint8 [nbytes] from the beginning of a page on, whose pages are there already where the system can do that.
+
+    One call for all of them is cheaper than one interruption for each, when it is first written to. MemoryError where
+    there is not enough.
+    """
+    populated = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE} if _POPULATES else {}
+    try:
+        memory = mmap.mmap(-1, max(1, nbytes), **populated)
+    except OSError as error:
+        raise MemoryError(f"{nbytes} bytes: {error.strerror}") from error
+    return torch.frombuffer(memory, dtype=torch.uint8)[:nbytes]
 
 
 class Scratch:
@@ -22,13 +37,12 @@ class Scratch:
         self._lock = threading.Lock()
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Callable[[], None]]:
-        """Uninitialized memory on the host, from the beginning of a page on, and the function that gives it back."""
+        """Memory on the host, holding anything, from a page's beginning on, and the function that gives it back."""
         nbytes = math.prod(shape) * dtype.itemsize
         with self._lock:
             buffer = self._free.pop() if self._free else None
         if buffer is None or len(buffer) < nbytes:
-            buffer = torch.empty(nbytes + PAGE, dtype=torch.uint8)
-            buffer = buffer[-buffer.data_ptr() % PAGE :]
+            buffer = new_pages(nbytes)
         return buffer[:nbytes].view(dtype).view(shape), functools.partial(self._give, buffer)
 
     def _give(self, buffer: Tensor) -> None:
@@ -53,7 +67,7 @@ class Buffers:
         return Lease(self)
 
     def take(self, nbytes: int) -> Tensor:
-        """uint8 [nbytes], uninitialized; on the host.
+        """uint8 [nbytes], holding anything; on the host.
 
         Where none of that size is free, those of other sizes are let go: what is free and what is in use are together
         never more than what was in use at one time.
@@ -63,7 +77,7 @@ class Buffers:
             if found:
                 return found.pop()
             self._free.clear()
-        return torch.empty(nbytes, dtype=torch.uint8)
+        return new_pages(nbytes)
 
     def give(self, buffers: Iterable[Tensor]) -> None:
         """Give back what :meth:`take` gave out, and nobody reads any longer."""

@@ -19,7 +19,7 @@ from mla_convert.checkpoint import Checkpoint
 from mla_convert.digest import tensor_digest
 from mla_convert.geometry import MLAGeometry
 from mla_convert.manifest import SourceTensor
-from mla_convert.memory import Memory
+from mla_convert.memory import Memory, new_pages
 from mla_convert.recipe import PlannedLayer
 from mla_convert.rounding import Rounding
 from mla_convert.source_rows import HeldRows, ReadRows, SourceRows, largest_magnitude
@@ -74,7 +74,7 @@ def read_operands(
         held[name] = _operand(checkpoint, name, device, stored)
     kv_b = held[layer.spec.kv_b]
     fused = "fused" in (layer.forms.qk, layer.forms.vo)
-    wide = kv_b.to(torch.promote_types(kv_b.dtype, torch.float32)) if fused else kv_b
+    wide = _widened(kv_b) if fused else kv_b
     largest = largest_magnitude(kv_b) if fused else math.nan
 
     def sources() -> dict[str, SourceTensor]:
@@ -85,6 +85,14 @@ def read_operands(
         return by_rows.get(name) or (HeldRows(held[name]) if name in held else None)
 
     return Operands(kv_b, wide, largest, rows(layer.spec.query), rows(layer.spec.o), sources, lease.release)
+
+
+def _widened(weight: Tensor) -> Tensor:
+    """A weight in float32, or as it is where it has no fewer bits."""
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    if weight.dtype == wide or weight.device.type != "cpu":
+        return weight.to(wide)
+    return new_pages(weight.numel() * wide.itemsize).view(wide).view(weight.shape).copy_(weight)
 
 
 def _taken_by_rows(layer: PlannedLayer) -> set[str]:

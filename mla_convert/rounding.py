@@ -53,6 +53,9 @@ class Rounding:
         made sure of in any case.
         """
         doubtful = not 2 * self.at_most < torch.finfo(stored.dtype).max
+        measured = bool(every) and stored.dtype != reference.dtype
+        if not doubtful and not measured:
+            return stored.copy_(reference)
         piece = _PIECE if torch.get_num_threads() == 1 else _PIECE // 8
         rows = max(1, piece // max(1, reference[:1].numel()))
         for start in range(0, len(reference), rows):
@@ -60,7 +63,7 @@ class Rounding:
             values.copy_(exact)
             if doubtful:
                 self._check(exact, values)
-            if every and values.dtype != exact.dtype:
+            if measured:
                 self._compare(exact[-start % every :: every], values[-start % every :: every])
         return stored
 

@@ -12,11 +12,21 @@ from torch import Tensor
 
 from mla_convert import conversion, memory
 from mla_convert.conversion import convert
-from mla_convert.memory import Buffers, Scratch
+from mla_convert.gathering import PAGE
+from mla_convert.memory import Buffers, Scratch, new_pages
 
 
 def alive(seen: list[weakref.ref[Tensor]]) -> int:
     return sum(len(tensor) for ref in seen if (tensor := ref()) is not None)
+
+
+def test_new_pages() -> None:
+    for nbytes in (0, 1, 5000, 1 << 22):
+        memory = new_pages(nbytes)
+        assert len(memory) == nbytes and memory.data_ptr() % PAGE == 0
+        memory.fill_(7)
+    with pytest.raises(MemoryError, match="4611686018427387904 bytes: "):
+        new_pages(1 << 62)
 
 
 def test_no_more_is_held_than_was_in_use_at_once() -> None:
